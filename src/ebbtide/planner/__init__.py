@@ -1,0 +1,21 @@
+"""Planners: from a Workload to a Plan."""
+
+from ebbtide.planner.named import (
+    NAMED_PLANS,
+    PlanFamily,
+    PlanName,
+    missing,
+    named_plan,
+    needed,
+    parse_plan_name,
+)
+
+__all__ = [
+    "NAMED_PLANS",
+    "PlanFamily",
+    "PlanName",
+    "missing",
+    "named_plan",
+    "needed",
+    "parse_plan_name",
+]
