@@ -1,0 +1,213 @@
+"""Step time and peak memory of Llama-3-8B-shaped blocks under each strategy, in one process.
+
+    PYTHONPATH=src python3 benchmarks/llama_shape.py --contexts 8192,32768 --out results.json
+
+Random weights, vocabulary 32,000, batch 1, bf16, eager, Hugging Face model with SDPA. A step is
+forward and backward (no optimizer), as in the published tables that it is set beside. Peaks are
+read after the warm-up steps, so they are those of the plan and not of the observed first step;
+that one's is printed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Generator
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ebbtide.torch import Tide, attach
+
+GIB = 2**30
+
+# cuBLAS is deterministic only with a workspace of its own; read when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def make_model(num_layers: int, device: str, scale: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        hidden_size=4096 // scale,
+        intermediate_size=14336 // scale,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32 // min(scale, 8),
+        num_key_value_heads=8 // min(scale, 8),
+        vocab_size=32000 // scale,
+        max_position_embeddings=131072,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = LlamaForCausalLM(config)
+        return model.to(torch.bfloat16)
+
+
+@contextlib.contextmanager
+def strategy(name: str, model: LlamaForCausalLM) -> Generator[Tide | None]:
+    """Put `model` under the strategy, and take it off again."""
+    if name == "keep":
+        yield None
+    elif name in ("checkpoint", "checkpoint-offload"):
+        kwargs: dict[str, Any] = {"use_reentrant": False}
+        if name == "checkpoint-offload":
+            kwargs["offload"] = True
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+        model.train()
+        try:
+            yield None
+        finally:
+            model.gradient_checkpointing_disable()
+    elif name == "save-on-cpu":
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            yield None
+    else:
+        with attach(model, name) as tide:
+            yield tide
+
+
+def measure(
+    name: str, model: LlamaForCausalLM, ids: torch.Tensor, num_steps: int, reference: Any
+) -> dict[str, Any]:
+    """Run steps under one strategy; returns one row."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    row: dict[str, Any] = {"strategy": name, "context": ids.shape[1]}
+    base = 2 * sum(p.numel() * p.element_size() for p in model.parameters()) / GIB
+    try:
+        with strategy(name, model) as tide:
+            torch.cuda.reset_peak_memory_stats()
+            _step(model, ids)
+            row["first_step_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+            _step(model, ids)
+            _step(model, ids)
+            if tide is not None:
+                tide.reset_statistics()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            times = [_step(model, ids) for _ in range(num_steps)]
+            row |= {
+                "step_ms": statistics.median(t[0] for t in times),
+                "step_ms_all": [round(t[0], 1) for t in times],
+                "forward_ms": statistics.median(t[1] for t in times),
+                "peak_gib": torch.cuda.max_memory_allocated() / GIB,
+                "peak_above_weights_gib": torch.cuda.max_memory_allocated() / GIB - base,
+                "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+            }
+            if tide is not None:
+                counts = tide.statistics()
+                row |= {
+                    "moved_out_gib": counts.moved_out_bytes / GIB / num_steps,
+                    "moved_in_gib": counts.moved_in_bytes / GIB / num_steps,
+                    "host_gib": counts.host.peak_held_bytes / GIB,
+                    "host_taken_gib": tide.host_taken_bytes / GIB,
+                    "fetches_avoided": counts.num_resurrections,
+                    "recomputed_ops": counts.num_recomputed_ops // num_steps,
+                    "not_understood": counts.num_kept_not_understood,
+                }
+            if reference is not None:
+                row["grad_equal"] = _compare(model, ids, reference)
+            row["status"] = "ok"
+    except torch.cuda.OutOfMemoryError:
+        row["status"] = "OOM"
+    model.zero_grad(set_to_none=True)
+    return row
+
+
+def _step(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[float, float]:
+    model.zero_grad(set_to_none=False)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    marks[0].record()
+    loss = model(input_ids=ids, labels=ids).loss
+    marks[1].record()
+    loss.backward()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e3, marks[0].elapsed_time(marks[1])
+
+
+def gradients(model: LlamaForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients of one step under deterministic kernels, on the host."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
+    model.zero_grad(set_to_none=True)
+    model(input_ids=ids, labels=ids).loss.backward()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.use_deterministic_algorithms(False)
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def _compare(model: LlamaForCausalLM, ids: torch.Tensor, reference: Any) -> bool:
+    found = gradients(model, ids)
+    return all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--contexts", default="8192,32768,65536")
+    parser.add_argument(
+        "--strategies",
+        default="keep,checkpoint,checkpoint-offload,recompute,offload-inputs,offload,balanced",
+    )
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--scale", type=int, default=1, help="divide the widths, for a dry run")
+    parser.add_argument("--out", default=None)
+    options = parser.parse_args()
+    model = make_model(options.layers, "cuda", options.scale)
+    rows: list[dict[str, Any]] = []
+    for context in map(int, options.contexts.split(",")):
+        torch.manual_seed(1)
+        ids = torch.randint(0, 32000 // options.scale, (1, context), device="cuda")
+        reference = gradients(model, ids)
+        for name in options.strategies.split(","):
+            rows.append(measure(name, model, ids, options.steps, reference))
+            print(json.dumps(rows[-1]), flush=True)
+    print(table(rows))
+    if options.out:
+        facts = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "layers": options.layers,
+        }
+        with open(options.out, "w") as file:
+            json.dump({"facts": facts, "rows": rows}, file, indent=1)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as text, with ratios to keep within the same context."""
+    lines = [
+        f"{'context':>8} {'strategy':20} {'step ms':>8} {'x keep':>7} {'fwd ms':>7} {'peak':>7} "
+        f"{'resv':>7} {'first':>7} {'out':>6} {'in':>6} {'host':>6} {'grads':>6}"
+    ]
+
+    def number(row: dict[str, Any], key: str) -> str:
+        return f"{row[key]:.2f}" if key in row else "-"
+
+    for row in rows:
+        if row["status"] != "ok":
+            lines.append(f"{row['context']:>8} {row['strategy']:20} {row['status']}")
+            continue
+        keep = [r for r in rows if r["strategy"] == "keep" and r["context"] == row["context"]]
+        ratio = row["step_ms"] / keep[0]["step_ms"] if keep and "step_ms" in keep[0] else 0.0
+        lines.append(
+            f"{row['context']:>8} {row['strategy']:20} {row['step_ms']:8.1f} {ratio:7.3f} "
+            f"{row['forward_ms']:7.1f} {number(row, 'peak_above_weights_gib'):>7} "
+            f"{number(row, 'reserved_gib'):>7} {number(row, 'first_step_peak_gib'):>7} "
+            f"{number(row, 'moved_out_gib'):>6} {number(row, 'moved_in_gib'):>6} "
+            f"{number(row, 'host_gib'):>6} {row.get('grad_equal')!s:>6}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

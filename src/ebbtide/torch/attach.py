@@ -1,0 +1,333 @@
+"""`attach`: two lines that make a model's activations ebb and flow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ebbtide.errors import EbbtideError, MemoryTierError, ModelError, PlanError, RuntimeStateError
+from ebbtide.memory.disk import DiskStore
+from ebbtide.memory.ledger import Ledger, Statistics
+from ebbtide.plan import Decision, Plan
+from ebbtide.planner.named import MIN_BYTES, PlanFamily, named_plan, parse_plan_name
+from ebbtide.torch.blocks import find_blocks
+from ebbtide.torch.devices.cpu import CpuDevice
+from ebbtide.torch.devices.cuda import CudaDevice, pin_host_region
+from ebbtide.torch.hooks import install
+from ebbtide.torch.internals import is_compiled
+from ebbtide.torch.runtime import Runtime
+from ebbtide.torch.tiers import Tiers
+from ebbtide.torch.traffic import Traffic
+from ebbtide.units import format_bytes, parse_bytes, parse_path_and_cap
+from ebbtide.workload import Workload
+
+log = logging.getLogger("ebbtide")
+
+DISABLE_VARIABLE: Final = "EBBTIDE_DISABLE"
+
+_attached: weakref.WeakKeyDictionary[nn.Module, Tide] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: nn.Module,
+    plan: str | Plan = "balanced",
+    *,
+    host: str | int | None = None,
+    disk: str | None = None,
+    blocks: str | Sequence[str] | None = None,
+    min_bytes: int = MIN_BYTES,
+) -> Tide:
+    """Let a model's activations leave the device in forward and come back for backward.
+
+    The model is not changed: its blocks get hooks, which `Tide.close` takes off again. Losses
+    and gradients have the same bits as without ebbtide, wherever torch itself is deterministic.
+    The first training step observes the model under the most frugal decisions; the plan runs
+    from the second on, and everything is checked bit for bit the first time.
+
+    Args:
+        model: The model, already on its device.
+        plan: A named plan (`keep`, `recompute`, `offload-inputs`, `offload`, `balanced`,
+            `offload-last:K`) or a `Plan` made for this model.
+        host: Most pinned host memory to take, such as `"64GiB"`; what does not fit is
+            recomputed or stays. Default: what the plan needs.
+        disk: `"FOLDER:SIZE"`: evict to a file of at most that size in that folder. With
+            `host` as well, what does not fit there goes to disk, the earliest blocks first.
+        blocks: Module paths of the blocks, or patterns such as `"encoder.layer.*"`. Default:
+            the longest run of modules of one class.
+        min_bytes: Activations of fewer bytes are never moved.
+
+    Returns:
+        A handle: `statistics()`, `report()`, `close()`; it works in `with`.
+
+    Raises:
+        ModelError: The model has no repeated blocks, is compiled, or checkpoints itself.
+        PlanError: The plan is unknown or was made for another model.
+        RuntimeStateError: The model is attached already.
+        MemoryTierError: The disk folder is missing, read-only or too full; or there is no such
+            tier on this device.
+        ValueError: A size cannot be read.
+    """
+    if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+        log.warning("%s is set: attach() does nothing", DISABLE_VARIABLE)
+        return Tide(None, Ledger(), [], None)
+    tide = _Attachment(model, plan, host, disk, blocks, min_bytes).run()
+    _attached[model] = tide
+    return tide
+
+
+class Tide:
+    """An attached model. Close it, or use it in `with`, to take everything off again."""
+
+    def __init__(
+        self,
+        runtime: Runtime | None,
+        ledger: Ledger,
+        handles: list[RemovableHandle],
+        disk: DiskStore | None,
+    ) -> None:
+        self._runtime = runtime
+        self._ledger = ledger
+        self._handles = handles
+        self._disk = disk
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, once the first training step has been observed; None before."""
+        return None if self._runtime is None else self._runtime.plan
+
+    @property
+    def workload(self) -> Workload | None:
+        """What was observed in the first training step; None before."""
+        return None if self._runtime is None else self._runtime.workload
+
+    def statistics(self) -> Statistics:
+        """Return what was moved, held and recomputed since attach or the last reset."""
+        return self._ledger.snapshot()
+
+    @property
+    def host_taken_bytes(self) -> int:
+        """Pinned host memory that is taken from the system now."""
+        traffic = None if self._runtime is None else self._runtime.traffic
+        host = None if traffic is None else traffic.tiers.host
+        return 0 if host is None else host.buffer.numel()
+
+    def reset_statistics(self) -> None:
+        """Start counting anew."""
+        self._ledger.reset()
+
+    def report(self) -> str:
+        """Return a few lines for people: the plan and what was moved and recomputed so far."""
+        if self._runtime is None:
+            return "ebbtide keeps everything: no hook is installed"
+        plan, counts = self._runtime.plan, self.statistics()
+        if plan is None:
+            return "ebbtide has not observed a whole training step yet"
+        num = {d: sum(1 for v in plan.decisions.values() if v is d) for d in Decision}
+        lines = [
+            f"plan {plan.name}: " + ", ".join(f"{num[d]} {d.value}" for d in Decision if num[d]),
+            f"moved out {format_bytes(counts.moved_out_bytes)}, "
+            f"in {format_bytes(counts.moved_in_bytes)}; "
+            f"{counts.num_resurrections} fetches avoided, "
+            f"{counts.num_recomputed_ops} operators run again",
+            f"peaks: host {format_bytes(counts.host.peak_held_bytes)}, "
+            f"disk {format_bytes(counts.disk.peak_held_bytes)}, "
+            f"in flight on the device {format_bytes(counts.peak_held_device_bytes)}",
+        ]
+        lines += [f"kept on the device: {n} ({why})" for why, n in counts.num_kept_not_understood]
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Take the hooks off and give the tiers' memory back. A second call does nothing.
+
+        A graph that is still alive must have run backward before: its evicted values are gone
+        afterwards.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._runtime is not None:
+            self._runtime.close()
+            if self._runtime.traffic is not None:
+                self._runtime.traffic.close()
+        if self._disk is not None:
+            self._disk.close()
+        for model in [m for m, t in _attached.items() if t is self]:
+            del _attached[model]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Attachment:
+    """Checks everything that can be checked before a hook is installed, then installs."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: str | Plan,
+        host: str | int | None,
+        disk: str | None,
+        blocks: str | Sequence[str] | None,
+        min_bytes: int,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._host_cap = None if host is None else parse_bytes(host)
+        self._disk_spec = None if disk is None else parse_path_and_cap(disk)
+        self._min_bytes = min_bytes
+        self._ledger = Ledger()
+        self._disk: DiskStore | None = None
+        self._tide: weakref.ref[Tide] = weakref.ref(Tide(None, self._ledger, [], None))
+        _refuse_attached(model)
+        self._blocks = find_blocks(model, blocks)
+        _refuse_compiled(model, self._blocks)
+        _refuse_checkpointing(model)
+        self._device = _device_of(self._blocks)
+        self._check_plan()
+        self._check_tiers()
+
+    def run(self) -> Tide:
+        if isinstance(self._plan, str) and self._plan == "keep":
+            return Tide(None, self._ledger, [], None)
+        if self._disk_spec is not None:
+            self._disk = DiskStore(self._disk_spec.path, self._disk_spec.cap_bytes)
+        runtime = Runtime(self._model, self._blocks, self._make_plan, self._ledger)
+        tide = Tide(runtime, self._ledger, install(runtime), self._disk)
+        self._tide = weakref.ref(tide)
+        return tide
+
+    def _check_plan(self) -> None:
+        if isinstance(self._plan, str):
+            parsed = parse_plan_name(self._plan)
+            if parsed.num_last_blocks is not None and parsed.num_last_blocks > len(self._blocks):
+                raise PlanError(
+                    f"plan {self._plan!r} names {parsed.num_last_blocks} blocks, but "
+                    f"{type(self._model).__name__} has {len(self._blocks)}. Name at most as many."
+                )
+            return
+        foreign = [
+            n for n in self._plan.decisions if not any(n.startswith(b) for b in self._blocks)
+        ]
+        if foreign:
+            raise PlanError(
+                f"plan {self._plan.name!r} was made for {self._plan.model}, and decides for "
+                f"{foreign[0]}, which is in no block of this {type(self._model).__name__}. "
+                "Make a plan for this model, or name its blocks: attach(model, blocks=[...])."
+            )
+
+    def _check_tiers(self) -> None:
+        if self._device.type == "cuda":
+            return
+        if self._host_cap is not None:
+            raise MemoryTierError(
+                f"host={format_bytes(self._host_cap)} was given, but the model is on "
+                f"{self._device.type!r}: there, host memory is the device's own memory. "
+                "Leave host= out; use disk='FOLDER:SIZE' to move activations out of memory."
+            )
+        if self._disk_spec is None and self._moves():
+            name = self._plan if isinstance(self._plan, str) else self._plan.name
+            raise MemoryTierError(
+                f"plan {name!r} moves activations off the device, but the model is on "
+                f"{self._device.type!r} and has no other memory. Give a disk: "
+                "attach(model, disk='/path/to/folder:20GiB'), or use plan='recompute'."
+            )
+
+    def _moves(self) -> bool:
+        if isinstance(self._plan, str):
+            return parse_plan_name(self._plan).family not in (
+                PlanFamily.KEEP,
+                PlanFamily.RECOMPUTE,
+            )
+        return bool(self._plan.host_bytes or self._plan.disk_bytes)
+
+    def _make_plan(self, workload: Workload) -> tuple[Plan, Traffic | None]:
+        try:
+            if isinstance(self._plan, Plan):
+                self._plan.check_fits(workload)
+                plan = self._plan
+            else:
+                tier = Decision.HOST if self._disk is None else Decision.DISK
+                plan = named_plan(self._plan, workload, tier=tier, min_bytes=self._min_bytes)
+            return plan, self._traffic(plan)
+        except EbbtideError:
+            tide = self._tide()
+            if tide is not None:
+                tide.close()  # the model is left as it was, and trains on
+            raise
+
+    def _traffic(self, plan: Plan) -> Traffic | None:
+        if not plan.host_bytes and not plan.disk_bytes:
+            return None
+        tiers = Tiers(host=None, disk=self._disk)
+        device = CpuDevice(self._disk)
+        if self._device.type == "cuda":
+            if plan.host_bytes:
+                tiers.host = pin_host_region(plan.host_bytes)
+            device = CudaDevice(self._device, tiers)
+        if self._disk is not None:
+            self._disk.reserve(plan.disk_bytes)
+        return Traffic(
+            device,
+            tiers,
+            self._ledger,
+            max_out_bytes_in_flight=plan.max_out_bytes_in_flight,
+            max_in_bytes_in_flight=plan.max_in_bytes_in_flight,
+        )
+
+
+def _refuse_attached(model: nn.Module) -> None:
+    for module in model.modules():
+        if module in _attached:
+            raise RuntimeStateError(
+                f"{type(module).__name__} is attached already; a model has one plan at a time. "
+                "Call close() on what attach() returned before."
+            )
+
+
+def _refuse_compiled(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
+    for path, module in {"the model": model, **blocks}.items():
+        if is_compiled(module):
+            raise ModelError(
+                f"{path} is compiled: inside a compiled region ebbtide cannot see what autograd "
+                "keeps. Attach to the model before compiling, or leave this module uncompiled."
+            )
+
+
+def _refuse_checkpointing(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ModelError(
+                f"{path or type(module).__name__} checkpoints itself (gradient_checkpointing is "
+                "on): its blocks would be recomputed twice. Turn it off: "
+                "model.gradient_checkpointing_disable()."
+            )
+
+
+def _device_of(blocks: dict[str, nn.Module]) -> torch.device:
+    devices = {p.device for b in blocks.values() for p in b.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(d) for d in devices))
+        raise ModelError(
+            f"the blocks are on several devices ({names}); one plan is for one device. "
+            "Name the blocks of one device: attach(model, blocks=[...])."
+        )
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type == "meta":
+        raise ModelError("the model is on the meta device. Materialise it, then attach.")
+    return device

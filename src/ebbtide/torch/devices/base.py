@@ -1,0 +1,70 @@
+"""The small interface that the runtime is written against.
+
+Three devices implement it: CUDA, the CPU (copies to disk on threads) and a fake one with a
+virtual order of events, on which every lifetime rule is tested.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ebbtide.memory.arena import Region
+from ebbtide.plan import Decision
+
+Stream = Any
+"""A compute stream of one device; compared with `==`."""
+Event = Any
+"""The end of one copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A piece of host memory or disk that holds one evicted storage."""
+
+    tier: Decision
+    """`HOST` or `DISK`."""
+    region: Region
+
+
+class AbstractDevice(ABC):
+    """Memory, streams and copies of one device.
+
+    Work queued on a stream runs in order. Copies run beside it, on lanes of their own, and are
+    ordered against it only by the events given here.
+    """
+
+    @abstractmethod
+    def current_stream(self) -> Stream:
+        """Return the stream that compute is queued on now, in this thread."""
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Return a row of `num_bytes` bytes of device memory, owned by the current stream."""
+
+    @abstractmethod
+    def copy(
+        self,
+        source: Tensor | Place,
+        target: Tensor | Place,
+        *,
+        stream: Stream,
+        after: Sequence[Event],
+    ) -> Event:
+        """Start to copy the bytes of `source` to `target`; exactly one of them is a place.
+
+        The copy starts after all that is queued on `stream` so far, and after the events of
+        `after`; nothing else holds it back. The caller keeps the tensor alive until the
+        returned event has passed.
+        """
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event | Stream) -> None:
+        """Let all work queued on `stream` from now on start after `event`.
+
+        Given another stream, after all that is queued on it so far.
+        """

@@ -1,0 +1,80 @@
+"""Hang the runtime onto a model's modules, and take it off again.
+
+Hooks that are always called, not a patched `forward`: a patched forward survives `deepcopy` and
+then runs the original's weights. A copy or an unpickled model carries inert hooks instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ebbtide.torch.runtime import BlockState, Runtime
+
+
+class _Hook:
+    """A hook that turns inert when the module that carries it is copied or pickled."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], _Hook], tuple[()]]:
+        return _inert_hook, ()
+
+
+def _inert_hook() -> _Hook:
+    return _Hook(_do_nothing)
+
+
+def _do_nothing(*_: Any) -> None:
+    """Hook of a copied model: the copy is not attached."""
+
+
+def install(runtime: Runtime) -> list[RemovableHandle]:
+    """Register the hooks of all blocks; returns what removes them."""
+    handles: list[RemovableHandle] = []
+    for state in runtime.blocks:
+        block = state.module()
+        assert block is not None, "bug in ebbtide"
+        handles += _install_block(runtime, state, block)
+    return handles
+
+
+def _install_block(runtime: Runtime, state: BlockState, block: nn.Module) -> list[RemovableHandle]:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        runtime.enter(state, module, args, kwargs)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        runtime.leave(state, output)
+
+    handles = [
+        block.register_forward_pre_hook(_Hook(before), with_kwargs=True),
+        block.register_forward_hook(_Hook(after), always_call=True),
+    ]
+    for path, module in block.named_modules(prefix=state.path):
+        if module is not block:
+            handles += _install_scope(runtime, path, module)
+    return handles
+
+
+def _install_scope(runtime: Runtime, path: str, module: nn.Module) -> list[RemovableHandle]:
+    is_leaf = next(module.children(), None) is None
+
+    def step_in(*_: Any) -> None:
+        runtime.step_into(path, is_leaf)
+
+    def step_out(*_: Any) -> None:
+        runtime.step_out()
+
+    return [
+        module.register_forward_pre_hook(_Hook(step_in)),
+        module.register_forward_hook(_Hook(step_out), always_call=True),
+    ]

@@ -1,0 +1,55 @@
+"""Every name of torch that is not public and that ebbtide needs, in one place.
+
+All of them exist in torch 2.11 to 2.13; a version that drops one fails here at import or in the
+tests of this module, not in the middle of somebody's run.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def pause_dispatch() -> AbstractContextManager[Any]:
+    """Return a guard under which no dispatch mode sees the calls of this thread."""
+    return torch._C._DisableTorchDispatch()
+
+
+def pause_autocast() -> AbstractContextManager[Any]:
+    """Return a guard under which autocast casts nothing, on any device."""
+    return torch._C._DisableAutocast()
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Return the address of the storage object, unique among those alive or weakly held."""
+    return storage._cdata
+
+
+def conj_view(tensor: Tensor) -> Tensor:
+    """Return `tensor` with its conjugate bit turned."""
+    return torch._conj(tensor)
+
+
+def neg_view(tensor: Tensor) -> Tensor:
+    """Return `tensor` with its negative bit turned."""
+    return torch._neg_view(tensor)
+
+
+def is_operator(func: Any) -> bool:
+    """Return whether `func` is an operator overload with a schema."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def schema_of(func: Any) -> Any:
+    """Return the schema of an operator overload."""
+    return func._schema
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calling `module` runs code of `torch.compile`."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"

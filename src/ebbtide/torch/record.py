@@ -1,0 +1,334 @@
+"""What one forward of one block leaves for its backward: stored storages and recipes.
+
+A record is a graph of *nodes* (storages) and *calls* (operators that made them). Views are not
+in it: every tensor that is wanted is a layout over a node's storage. A node is stored (kept,
+evicted) or made again by replaying its call from its inputs. Records refer to nodes by number,
+so there are no reference cycles: a record dies with the last autograd node that saved
+something in it (design rule 4), and takes its device copies and places along.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ebbtide.plan import Decision
+from ebbtide.torch.devices.base import Place
+from ebbtide.torch.identity import Layout, StorageRef, bytes_of, have_equal_bits
+from ebbtide.torch.traffic import MUTATED, Slot, Traffic
+from ebbtide.workload import OpKind
+
+
+class Role(enum.Enum):
+    """Where a node's bytes come from, as seen from its block."""
+
+    PARAMETER = "parameter"
+    """A parameter or buffer: referenced, never moved (design rule 3)."""
+    SHARED = "shared"
+    """Made outside the block and not one of its differentiable inputs: masks, tables."""
+    INPUT = "input"
+    """A differentiable input of the block."""
+    DERIVED = "derived"
+    """Computed from parameters and constants alone, such as a weight cast by autocast."""
+    COMPUTED = "computed"
+    """Computed in the block."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One storage at one version."""
+
+    index: int
+    name: str
+    role: Role
+    kind: OpKind
+    op: str
+    group: str
+    num_bytes: int
+    storage: StorageRef
+    decision: Decision
+    call: int = -1
+    """The call that made it; -1 when none may be replayed."""
+    output: int = 0
+    """Which output of the call."""
+    layout: Layout | None = None
+    """Layout of that output, checked at every replay."""
+    kept: Tensor | None = None
+    """An alias that keeps the storage: of what is kept, and of roots until the block's end."""
+    version: int = 0
+    place: Place | None = None
+    """Room reserved in a tier, until the storage is evicted."""
+    slot: Slot | None = None
+    memo: Tensor | None = None
+    """The replayed storage, while uses are left."""
+    num_packs: int = 0
+    num_uses: int = 0
+    """Unpacks and replayed calls that will read it in one backward."""
+    num_left: int = 0
+    is_root: bool = False
+    """Some call that may be replayed reads it."""
+    pieces: dict[Layout, int] = field(default_factory=dict[Layout, int])
+    """Saved views that cover less than half of it, and how often each was saved."""
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it can be had without a replay."""
+        return self.kept is not None or self.slot is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor argument of a recorded call."""
+
+    node: int
+    layout: Layout
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One recorded operator call: enough to run it again."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[int, ...]
+    """Nodes that it reads, each once."""
+    outputs: tuple[int, ...]
+    """Nodes that it makes, by position; -1 where an output is no new storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What autograd holds in place of a saved tensor."""
+
+    record: Record
+    node: int
+    layout: Layout
+    version: int
+
+
+class Record:
+    """The nodes and calls of one forward of one block."""
+
+    def __init__(self, block: str, traffic: Traffic | None) -> None:
+        self.block = block
+        self.traffic = traffic
+        self.nodes: list[Node | None] = []
+        self.calls: list[Call | None] = []
+        self.num_replayed_calls = 0
+        self._pieces: dict[tuple[int, Layout], int] = {}
+
+    def node(self, index: int) -> Node:
+        """Return the node with this number."""
+        found = self.nodes[index]
+        assert found is not None, "bug in ebbtide: a node that is needed was dropped"
+        return found
+
+    # -- forward -------------------------------------------------------------------------------
+
+    def evict(self, node: Node) -> None:
+        """Send a node to its reserved place; without one it stays kept."""
+        if node.slot is not None or node.place is None or node.kept is None:
+            return
+        assert self.traffic is not None, "bug in ebbtide"
+        place, node.place = node.place, None
+        node.slot = self.traffic.evict(node.name, bytes_of(node.kept), place, node.kept)
+        node.kept = None
+
+    def seal(self) -> None:
+        """End the forward: evict what waited, count uses, drop what backward cannot need."""
+        for node in list(self.nodes):
+            if node is not None and node.pieces and node.slot is None:
+                self._seal_pieces(node)
+        needed = self._needed_calls()
+        num_uses = [0] * len(self.nodes)
+        for index in needed:
+            call = self.calls[index]
+            assert call is not None
+            for i in call.inputs:
+                num_uses[i] += 1
+        self.calls = [c if i in needed else None for i, c in enumerate(self.calls)]
+        for index, node in enumerate(self.nodes):
+            if node is None:
+                continue
+            num_uses[index] += node.num_packs
+            is_needed = num_uses[index] > 0
+            if is_needed and node.place is not None and node.kept is not None:
+                self.evict(node)
+            if node.place is not None:
+                assert self.traffic is not None, "bug in ebbtide"
+                self.traffic.tiers.give_back(node.place, None)
+                node.place = None
+            if not is_needed:
+                self.nodes[index] = None
+            node.num_uses = node.num_left = num_uses[index]
+
+    def _needed_calls(self) -> set[int]:
+        needed: set[int] = set()
+        todo = [n for n in self.nodes if n is not None and n.num_packs and not n.is_stored]
+        while todo:
+            node = todo.pop()
+            assert node.call >= 0, f"bug in ebbtide: {node.name} is neither stored nor replayable"
+            if node.call in needed:
+                continue
+            needed.add(node.call)
+            call = self.calls[node.call]
+            assert call is not None
+            todo += [n for n in map(self.node, call.inputs) if not n.is_stored]
+        return needed
+
+    def _seal_pieces(self, node: Node) -> None:
+        """Evict saved views that cover little of a storage as dense copies."""
+        if node.kept is None or node.is_root:
+            self.evict(node)
+            return
+        assert self.traffic is not None, "bug in ebbtide"
+        for layout in list(node.pieces):
+            place = self.traffic.tiers.take(node.decision, layout.num_bytes)
+            if place is None:
+                self.evict(node)
+                return
+            compact = layout.pack_compact(node.kept)
+            piece = Node(
+                index=len(self.nodes),
+                name=f"{node.name}[{len(node.pieces)}]",
+                role=node.role,
+                kind=node.kind,
+                op=node.op,
+                group=node.group,
+                num_bytes=layout.num_bytes,
+                storage=node.storage,
+                decision=node.decision,
+                kept=compact,
+                place=place,
+                num_packs=node.pieces[layout],
+            )
+            self.nodes.append(piece)
+            self.evict(piece)
+            self._pieces[node.index, layout] = piece.index
+        node.num_packs = 0
+        node.kept = None
+
+    # -- backward ------------------------------------------------------------------------------
+
+    def restore(self, handle: Handle) -> Tensor:
+        """Return the saved tensor: the same bits in the same layout (design rule 2).
+
+        Raises:
+            RuntimeError: It was written to after it was saved, as torch itself says.
+        """
+        node, layout = self.holder_of(handle), handle.layout
+        if node.kept is not None and node.kept._version != handle.version:
+            raise RuntimeError(
+                MUTATED.format(name=node.name, saved=handle.version, now=node.kept._version)
+            )
+        storage = self._storage_of(node)
+        is_piece = node.index != handle.node
+        tensor = layout.unpack_compact(storage) if is_piece else layout.over(storage)
+        self._use(node)
+        return tensor
+
+    def drop_device_copies(self) -> None:
+        """Let go of fetched and replayed storages; a later unpack makes them again."""
+        for node in self.nodes:
+            if node is not None:
+                self._drop(node)
+
+    def check(self, real: Sequence[tuple[Handle, Tensor]]) -> list[Node]:
+        """Compare what backward would get with the real tensors, bit for bit.
+
+        Waits for the device. Returns the nodes that came back different.
+        """
+        wrong: dict[int, Node] = {}
+        for handle, tensor in real:
+            node = self.holder_of(handle)
+            if node.kept is not None:
+                continue
+            if node.slot is not None:
+                assert self.traffic is not None, "bug in ebbtide"
+                self.traffic.release(node.slot)  # so that the bytes make the whole way
+            if not have_equal_bits(self.restore(handle), tensor):
+                wrong[node.index] = node
+        self.drop_device_copies()
+        return list(wrong.values())
+
+    def keep_instead(self, node: Node, real: Tensor) -> None:
+        """Hold `real` for what could not be brought back (design rule 11)."""
+        node.kept, node.version, node.slot = real, real._version, None
+        node.decision = Decision.KEEP
+
+    def holder_of(self, handle: Handle) -> Node:
+        """Return the node that holds the bytes of a saved tensor."""
+        return self.node(self._pieces.get((handle.node, handle.layout), handle.node))
+
+    def _storage_of(self, node: Node) -> Tensor:
+        """Return a tensor over the node's storage, making it if need be."""
+        if node.kept is not None:
+            return node.kept
+        if node.slot is not None:
+            assert self.traffic is not None, "bug in ebbtide"
+            return self.traffic.bytes_of(node.slot)
+        if node.memo is None:
+            self._replay(node)
+        assert node.memo is not None, "bug in ebbtide"
+        return node.memo
+
+    def _replay(self, wanted: Node) -> None:
+        todo, needed = [wanted], set[int]()
+        while todo:
+            node = todo.pop()
+            if node.is_stored or node.memo is not None or node.call in needed:
+                continue
+            needed.add(node.call)
+            call = self.calls[node.call]
+            assert call is not None, "bug in ebbtide: a call that is needed was dropped"
+            todo += map(self.node, call.inputs)
+        for index in sorted(needed):
+            call = self.calls[index]
+            assert call is not None
+            outputs = self._run(call)
+            for output, i in zip(outputs, call.outputs, strict=True):
+                node = None if i < 0 else self.nodes[i]
+                if node is None or node.is_stored or (node.num_uses == 0):
+                    continue
+                assert Layout.of(output) == node.layout, f"bug in ebbtide: layout of {node.name}"
+                node.memo = output
+            for i in call.inputs:
+                node = self.node(i)
+                if node is not wanted:
+                    self._use(node)
+        self.num_replayed_calls += len(needed)
+
+    def _run(self, call: Call) -> Sequence[Any]:
+        args = [self._argument(a) for a in call.args]
+        kwargs = {k: self._argument(a) for k, a in call.kwargs.items()}
+        result = call.func(*args, **kwargs)
+        return result if isinstance(result, tuple | list) else (result,)
+
+    def _argument(self, argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            node = self.node(argument.node)
+            if node.kept is not None and node.kept._version != node.version:
+                raise RuntimeError(
+                    MUTATED.format(name=node.name, saved=node.version, now=node.kept._version)
+                )
+            return argument.layout.over(self._storage_of(node))
+        if isinstance(argument, list):
+            return [self._argument(a) for a in argument]
+        return argument
+
+    def _use(self, node: Node) -> None:
+        node.num_left -= 1
+        if node.num_left <= 0:
+            self._drop(node)
+
+    def _drop(self, node: Node) -> None:
+        node.memo = None
+        node.num_left = node.num_uses
+        if node.slot is not None:
+            assert self.traffic is not None, "bug in ebbtide"
+            self.traffic.release(node.slot)

@@ -1,0 +1,91 @@
+"""Where evicted bytes go: pinned host memory and disk, each with the events of its last users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ebbtide.memory.arena import Arena, Region
+from ebbtide.memory.disk import DiskStore
+from ebbtide.plan import Decision
+from ebbtide.torch.devices.base import Event, Place
+
+
+class HostRegion:
+    """One exact-size region of host memory, with the arena that divides it (design rule 7)."""
+
+    def __init__(self, buffer: Tensor, unpin: Callable[[], None]) -> None:
+        """Take over `buffer`, a row of bytes; `unpin` is called once, by `close`."""
+        self.buffer = buffer
+        self.arena = Arena(buffer.numel())
+        self._unpin = unpin
+
+    def close(self) -> None:
+        """Give the memory back to the system."""
+        self._unpin()
+
+
+class Tiers:
+    """The places that storages are evicted to, for one device."""
+
+    def __init__(self, *, host: HostRegion | None, disk: DiskStore | None) -> None:
+        self.host = host
+        self.disk = disk
+        self._last_copies: dict[Decision, list[tuple[int, int, Event]]] = {
+            Decision.HOST: [],
+            Decision.DISK: [],
+        }
+
+    def take(self, tier: Decision, num_bytes: int) -> Place | None:
+        """Return room for `num_bytes` in `tier`, or None when it is full or absent."""
+        if tier is Decision.HOST:
+            region = None if self.host is None else self.host.arena.take(num_bytes)
+        else:
+            region = None if self.disk is None else self.disk.take(num_bytes)
+        return None if region is None else Place(tier=tier, region=region)
+
+    def give_back(self, place: Place, last_copy: Event) -> None:
+        """Free `place`; whoever takes it next waits for `last_copy` (design rule 1)."""
+        self._arena(place.tier).give_back(place.region)
+        if last_copy is not None:
+            first, end = _span(place.region)
+            self._last_copies[place.tier].append((first, end, last_copy))
+
+    def events_before_reuse(self, place: Place) -> tuple[Event, ...]:
+        """Return the copies that must have passed before `place` may be written."""
+        first, end = _span(place.region)
+        events: list[Event] = []
+        left: list[tuple[int, int, Event]] = []
+        for start, stop, event in self._last_copies[place.tier]:
+            if stop <= first or end <= start:
+                left.append((start, stop, event))
+                continue
+            events.append(event)
+            if start < first:
+                left.append((start, first, event))
+            if end < stop:
+                left.append((end, stop, event))
+        self._last_copies[place.tier] = left
+        return tuple(events)
+
+    def held_bytes(self, tier: Decision) -> int:
+        """Return the bytes that `tier` holds now."""
+        if tier is Decision.HOST:
+            return 0 if self.host is None else self.host.arena.statistics().held_bytes
+        return 0 if self.disk is None else self.disk.statistics().held_bytes
+
+    def _arena(self, tier: Decision) -> Arena | DiskStore:
+        found = self.host.arena if tier is Decision.HOST and self.host is not None else self.disk
+        assert found is not None, "bug in ebbtide"
+        return found
+
+    def close(self) -> None:
+        """Give back all host memory; the disk store belongs to whoever opened it."""
+        if self.host is not None:
+            self.host.close()
+            self.host = None
+
+
+def _span(region: Region) -> tuple[int, int]:
+    return region.offset_bytes, region.offset_bytes + region.taken_bytes
