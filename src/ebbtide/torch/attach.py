@@ -33,8 +33,6 @@ log = logging.getLogger("ebbtide")
 
 DISABLE_VARIABLE: Final = "EBBTIDE_DISABLE"
 
-_attached: weakref.WeakKeyDictionary[nn.Module, Tide] = weakref.WeakKeyDictionary()
-
 
 def attach(
     model: nn.Module,
@@ -110,6 +108,8 @@ class Tide:
 
     def statistics(self) -> Statistics:
         """Return what was moved, held and recomputed since attach or the last reset."""
+        if self._runtime is not None:
+            self._runtime.bury()
         return self._ledger.snapshot()
 
     @property
@@ -172,6 +172,9 @@ class Tide:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, Tide] = weakref.WeakKeyDictionary()
 
 
 class _Attachment:

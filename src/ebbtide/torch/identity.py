@@ -8,7 +8,7 @@ storage, so equal keys mean the same storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
 
 from ebbtide.torch.internals import conj_view, neg_view, storage_address
 
-__all__ = ["Layout", "StorageRef", "bytes_of", "have_equal_bits", "storage_key", "storage_ref"]
+__all__ = ["Layout", "StorageRef", "bytes_of", "have_equal_bits", "storage_key"]
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -24,13 +24,7 @@ def storage_key(tensor: Tensor) -> int:
     return storage_address(tensor.untyped_storage())
 
 
-def storage_ref(tensor: Tensor) -> StorageRef:
-    """Return a weak reference to the tensor's storage."""
-    return StorageRef(tensor.untyped_storage())
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """How a tensor lies over its storage; all that must come back exactly (design rule 2)."""
 
     offset: int

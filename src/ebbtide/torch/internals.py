@@ -15,6 +15,9 @@ import torch
 from torch import Tensor, nn
 
 
+_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+
+
 def pause_dispatch() -> AbstractContextManager[Any]:
     """Return a guard under which no dispatch mode sees the calls of this thread."""
     return torch._C._DisableTorchDispatch()
@@ -23,6 +26,21 @@ def pause_dispatch() -> AbstractContextManager[Any]:
 def pause_autocast() -> AbstractContextManager[Any]:
     """Return a guard under which autocast casts nothing, on any device."""
     return torch._C._DisableAutocast()
+
+
+def alias_of(tensor: Tensor) -> Tensor:
+    """Return `tensor` detached, with the same version counter, also below autograd.
+
+    A plain `detach()` inside a dispatch mode gets a version counter of its own, so that later
+    writes to the original would go unseen.
+    """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_VERSIONS):
+        return tensor.detach()
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_VERSIONS, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_VERSIONS, True)
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
-from ebbtide.torch.identity import Layout, StorageRef, bytes_of, have_equal_bits
+from ebbtide.torch.identity import Layout, bytes_of, have_equal_bits
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
 from ebbtide.workload import OpKind
 
@@ -38,41 +37,66 @@ class Role(enum.Enum):
     """Computed in the block."""
 
 
-@dataclass(slots=True, eq=False)
 class Node:
-    """One storage at one version."""
+    """One storage at one version.
 
-    index: int
-    name: str
-    role: Role
-    kind: OpKind
-    op: str
-    group: str
-    num_bytes: int
-    storage: StorageRef
-    decision: Decision
-    call: int = -1
-    """The call that made it; -1 when none may be replayed."""
-    output: int = 0
-    """Which output of the call."""
-    layout: Layout | None = None
-    """Layout of that output, checked at every replay."""
-    kept: Tensor | None = None
-    """An alias that keeps the storage: of what is kept, and of roots until the block's end."""
-    version: int = 0
-    place: Place | None = None
-    """Room reserved in a tier, until the storage is evicted."""
-    slot: Slot | None = None
-    memo: Tensor | None = None
-    """The replayed storage, while uses are left."""
-    num_packs: int = 0
-    num_uses: int = 0
-    """Unpacks and replayed calls that will read it in one backward."""
-    num_left: int = 0
-    is_root: bool = False
-    """Some call that may be replayed reads it."""
-    pieces: dict[Layout, int] = field(default_factory=dict[Layout, int])
-    """Saved views that cover less than half of it, and how often each was saved."""
+    Args:
+        index: Its number in the record.
+        name: The activation.
+        role: Where its bytes come from.
+        kind: What made it, for planning.
+        op: Name of the operator that made it.
+        group: Shared by the outputs of one call.
+        num_bytes: Bytes of the storage.
+        decision: What becomes of it.
+        place: Room reserved in a tier, until the storage is evicted.
+    """
+
+    __slots__ = (
+        "call", "decision", "group", "index", "is_root", "kept", "kind", "layout", "memo", "name",
+        "num_bytes", "num_left", "num_packs", "num_uses", "op", "pieces", "place", "role", "slot",
+        "version",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        role: Role,
+        kind: OpKind,
+        op: str,
+        group: str,
+        num_bytes: int,
+        decision: Decision,
+        place: Place | None,
+    ) -> None:
+        self.index = index
+        self.name = name
+        self.role = role
+        self.kind = kind
+        self.op = op
+        self.group = group
+        self.num_bytes = num_bytes
+        self.decision = decision
+        self.place = place
+        self.call = -1
+        """The call that made it; -1 when none may be replayed."""
+        self.layout: Layout | None = None
+        """Layout of that call's output, while the block is checked: replays must repeat it."""
+        self.kept: Tensor | None = None
+        """An alias that holds the storage: what is kept, and roots until the block's end."""
+        self.version = 0
+        self.slot: Slot | None = None
+        self.memo: Tensor | None = None
+        """The replayed storage, while uses are left."""
+        self.num_packs = 0
+        self.num_uses = 0
+        """Unpacks and replayed calls that will read it in one backward."""
+        self.num_left = 0
+        self.is_root = False
+        """Some call that may be replayed reads it."""
+        self.pieces: dict[Layout, int] | None = None
+        """Saved views that cover less than half of it, and how often each was saved."""
 
     @property
     def is_stored(self) -> bool:
@@ -80,16 +104,14 @@ class Node:
         return self.kept is not None or self.slot is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """A tensor argument of a recorded call."""
 
     node: int
     layout: Layout
 
 
-@dataclass(slots=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """One recorded operator call: enough to run it again."""
 
     func: Any
@@ -101,8 +123,7 @@ class Call:
     """Nodes that it makes, by position; -1 where an output is no new storage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
+class Handle(NamedTuple):
     """What autograd holds in place of a saved tensor."""
 
     record: Record
@@ -187,26 +208,18 @@ class Record:
             self.evict(node)
             return
         assert self.traffic is not None, "bug in ebbtide"
-        for layout in list(node.pieces):
+        for number, layout in enumerate(node.pieces or ()):
             place = self.traffic.tiers.take(node.decision, layout.num_bytes)
             if place is None:
                 self.evict(node)
                 return
             compact = layout.pack_compact(node.kept)
             piece = Node(
-                index=len(self.nodes),
-                name=f"{node.name}[{len(node.pieces)}]",
-                role=node.role,
-                kind=node.kind,
-                op=node.op,
-                group=node.group,
-                num_bytes=layout.num_bytes,
-                storage=node.storage,
-                decision=node.decision,
-                kept=compact,
-                place=place,
-                num_packs=node.pieces[layout],
-            )
+                len(self.nodes), f"{node.name}[{number}]", node.role, node.kind, node.op,
+                node.group, layout.num_bytes, node.decision, place,
+            )  # fmt: skip
+            piece.kept = compact
+            piece.num_packs = 0 if node.pieces is None else node.pieces[layout]
             self.nodes.append(piece)
             self.evict(piece)
             self._pieces[node.index, layout] = piece.index
@@ -295,7 +308,9 @@ class Record:
                 node = None if i < 0 else self.nodes[i]
                 if node is None or node.is_stored or (node.num_uses == 0):
                     continue
-                assert Layout.of(output) == node.layout, f"bug in ebbtide: layout of {node.name}"
+                assert node.layout is None or Layout.of(output) == node.layout, (
+                    f"bug in ebbtide: a replay changed the layout of {node.name}"
+                )
                 node.memo = output
             for i in call.inputs:
                 node = self.node(i)

@@ -45,6 +45,8 @@ class BlockState:
     observed: Block | None = None
     checked_plan: Plan | None = None
     is_checked: bool = False
+    names: list[tuple[Any, str, str]] = field(default_factory=list[tuple[Any, str, str]])
+    """The calls of the last forward: operator, name without and with its number."""
     unsafe: set[str] = field(default_factory=set[str])
     """Activations that did not come back equal; kept from then on."""
 
@@ -109,6 +111,7 @@ class Runtime:
                 parameters=self._parameter_storages(state, module),
                 inputs=_differentiable_storages(args, kwargs),
                 scope=forward.scope,
+                names=state.names,
                 is_checked=is_checked,
             )
             forward.tape = tape
@@ -194,6 +197,12 @@ class Runtime:
             return tensor
 
     # -- plans ---------------------------------------------------------------------------------
+
+    def bury(self) -> None:
+        """Give back what dead graphs held in the tiers."""
+        with self._lock:
+            if self.traffic is not None:
+                self.traffic.bury()
 
     def close(self) -> None:
         """Stop recording. Graphs that are alive can still run backward."""

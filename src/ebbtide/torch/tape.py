@@ -8,7 +8,7 @@ the storages that the calls made.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import Layout, StorageRef, storage_key
-from ebbtide.torch.internals import pause_dispatch, storage_address
+from ebbtide.torch.internals import alias_of, pause_dispatch, storage_address
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
 from ebbtide.torch.record import Call, Handle, Node, Record, Ref, Role
 from ebbtide.torch.traffic import MUTATED
@@ -28,6 +28,10 @@ from ebbtide.workload import OpKind
 _NUM_ATTENTION_VALUES = 2
 
 
+_FROM_PARAMETERS = frozenset({Role.PARAMETER, Role.DERIVED})
+
+
+@runtime_checkable
 class Policy(Protocol):
     """Decides what becomes of a storage at the moment it is made."""
 
@@ -53,6 +57,7 @@ class Tape(TorchDispatchMode):
             them around each block, so they are looked up when the block starts.
         inputs: Storages of the block's differentiable inputs.
         scope: Returns the path of the module that is running, and whether it has no children.
+        names: The calls of the last forward and their names; brought up to date here.
         is_checked: Keep the real tensors, for `Record.check`.
     """
 
@@ -72,6 +77,7 @@ class Tape(TorchDispatchMode):
         parameters: dict[int, Tensor],
         inputs: frozenset[int],
         scope: Callable[[], tuple[str, bool]],
+        names: list[tuple[Any, str, str]],
         is_checked: bool,
     ) -> None:
         super().__init__()
@@ -84,6 +90,10 @@ class Tape(TorchDispatchMode):
         self._scope = scope
         self.is_checked = is_checked
         self._by_storage: dict[int, Node] = {}
+        self._storages: list[StorageRef] = []
+        self._names = names
+        self._num_calls = 0
+        self._is_alike = bool(names)
         self._num_named: dict[str, int] = {}
 
     # -- calls ---------------------------------------------------------------------------------
@@ -91,10 +101,10 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if any(t is not Tensor and t is not torch.nn.Parameter for t in types):
+        if types and any(t is not Tensor and t is not torch.nn.Parameter for t in types):
             return NotImplemented  # a subclass unwraps itself; its inner calls come here
-        kwargs = kwargs or {}
         facts = facts_of(func)
+        kwargs = kwargs or {}
         if facts.is_view:
             return func(*args, **kwargs)
         if facts.written_positions or facts.written_names:
@@ -107,49 +117,48 @@ class Tape(TorchDispatchMode):
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         outputs = result if isinstance(result, tuple | list) else (result,)
-        made = [o for o in outputs if isinstance(o, Tensor) and self._is_new(o)]
-        if not made:
+        if not any(isinstance(o, Tensor) and self._is_new(o) for o in outputs):
             return
-        is_random = is_random_call(facts, args, kwargs)
-        is_replayable = facts.is_replayable and not is_random
-        kind = OpKind.RANDOM if is_random else facts.kind
-        inputs: dict[int, None] = {}
-        recorded_args = tuple(self._recorded(a, inputs) for a in args)
-        recorded_kwargs = {k: self._recorded(a, inputs) for k, a in kwargs.items()}
-        reads = [self.record.node(i) for i in inputs]
-        is_derived = is_replayable and all(n.role in (Role.PARAMETER, Role.DERIVED) for n in reads)
-        path, is_leaf = self._scope()
-        base = path if is_leaf and kind is OpKind.MATMUL else f"{path}:{facts.name.strip('_')}"
-        base = self._unique(base)
-        call_index = len(self.record.calls)
+        kind, is_replayable = facts.kind, facts.is_replayable
+        if is_random_call(facts, args, kwargs):
+            kind, is_replayable = OpKind.RANDOM, False
+        inputs: dict[int, Node] = {}
+        call_args = tuple([self._recorded(a, inputs) for a in args])
+        call_kwargs = {k: self._recorded(a, inputs) for k, a in kwargs.items()} if kwargs else {}
+        is_derived = is_replayable
+        for node in inputs.values():
+            is_derived = is_derived and node.role in _FROM_PARAMETERS
+        base = self._name(func, facts.name, is_matmul=kind is OpKind.MATMUL)
+        call_index = len(self.record.calls) if is_replayable else -1
         numbers: list[int] = []
         is_recomputed = False
         for position, output in enumerate(outputs):
             if not (isinstance(output, Tensor) and self._is_new(output)):
                 numbers.append(-1)
                 continue
-            name = f"{base}.{position}" if len(outputs) > 1 else base
             is_opaque_seed = kind is OpKind.ATTENTION and position >= _NUM_ATTENTION_VALUES
             node = self._new_node(
                 output,
-                name=name,
-                role=Role.DERIVED if is_derived else Role.COMPUTED,
-                kind=kind,
-                op=facts.name,
-                group=base,
+                f"{base}.{position}" if len(outputs) > 1 else base,
+                Role.DERIVED if is_derived else Role.COMPUTED,
+                kind,
+                facts.name,
+                base,
                 is_replayable=is_replayable and not is_opaque_seed,
             )
-            node.call, node.output = (call_index, position) if is_replayable else (-1, 0)
-            node.layout = Layout.of(output)
-            is_recomputed |= node.decision is Decision.RECOMPUTE
+            node.call = call_index
+            if self.is_checked:
+                node.layout = Layout.of(output)
+            is_recomputed = is_recomputed or node.decision is Decision.RECOMPUTE
             numbers.append(node.index)
-        if not is_replayable:
-            return
-        self.record.calls.append(
-            Call(func, recorded_args, recorded_kwargs, tuple(inputs), tuple(numbers))
-        )
+        if is_replayable:
+            call = Call(func, call_args, call_kwargs, tuple(inputs), tuple(numbers))
+            self.record.calls.append(call)
         if is_recomputed:
-            self._take_roots(reads, args, kwargs)
+            for node in inputs.values():
+                if not node.is_root and node.decision is not Decision.RECOMPUTE:
+                    self._take_roots(args, kwargs)
+                    break
 
     def _write(
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -164,26 +173,21 @@ class Tape(TorchDispatchMode):
             if old is not None:
                 self._part_with(old)
         result = func(*args, **kwargs)
-        path, _ = self._scope()
         kind = OpKind.RANDOM if facts.kind is OpKind.RANDOM else OpKind.OPAQUE
         for target in targets:
             key = storage_key(target)
             if key in self._parameters:
                 self._by_storage.pop(key, None)
                 continue
-            name = self._unique(f"{path}:{facts.name.strip('_')}")
-            self._new_node(
-                target, name=name, role=Role.COMPUTED, kind=kind, op=facts.name, group=name,
-                is_replayable=False,
-            )  # fmt: skip
+            self._new_opaque(func, facts, target, kind)
         for output in result if isinstance(result, tuple | list) else (result,):
             if isinstance(output, Tensor) and self._is_new(output):
-                name = self._unique(f"{path}:{facts.name.strip('_')}")
-                self._new_node(
-                    output, name=name, role=Role.COMPUTED, kind=kind, op=facts.name, group=name,
-                    is_replayable=False,
-                )  # fmt: skip
+                self._new_opaque(func, facts, output, kind)
         return result
+
+    def _new_opaque(self, func: Any, facts: OpFacts, tensor: Tensor, kind: OpKind) -> None:
+        name = self._name(func, facts.name)
+        self._new_node(tensor, name, Role.COMPUTED, kind, facts.name, name, is_replayable=False)
 
     def _part_with(self, node: Node) -> None:
         """Make a node independent of its storage, which is about to be written."""
@@ -202,57 +206,55 @@ class Tape(TorchDispatchMode):
         """Take over what autograd saves; the saved-tensor hook of the block."""
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
             self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
-            return _Alias(tensor.detach(), tensor._version)
-        with pause_dispatch(), torch.no_grad():
+            return _Alias(alias_of(tensor), tensor._version)
+        with pause_dispatch():
             if tensor.layout is not torch.strided or tensor.device != self._device:
-                return _Alias(tensor.detach(), tensor._version)
+                return _Alias(alias_of(tensor), tensor._version)
             node = self._node_of(tensor)
             handle = Handle(self.record, node.index, Layout.of(tensor), tensor._version)
             node.num_packs += 1
             if node.decision is not Decision.RECOMPUTE and node.slot is None:
                 self._store(node, tensor, handle.layout)
             if self.is_checked:
-                self.real.append((handle, tensor.detach()))
+                self.real.append((handle, alias_of(tensor)))
             return handle
 
     def _store(self, node: Node, tensor: Tensor, layout: Layout) -> None:
         if node.kept is None:
-            node.kept, node.version = tensor.detach(), tensor._version
+            node.kept, node.version = alias_of(tensor), tensor._version
         if node.place is None:
             return
         if 2 * layout.num_bytes < node.num_bytes and not node.is_root and not layout.has_overlap:
             # Only a small view is saved so far: wait for the block's end, so that a storage
             # that is saved whole later does not move twice.
+            node.pieces = node.pieces or {}
             node.pieces[layout] = node.pieces.get(layout, 0) + 1
             if 2 * sum(piece.num_bytes for piece in node.pieces) < node.num_bytes:
                 return
         self.record.evict(node)
 
-    def _take_roots(self, reads: list[Node], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _take_roots(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hold what a recipe starts from, at its first recorded use."""
-        if all(n.is_root or n.decision is Decision.RECOMPUTE for n in reads):
-            return
         tensors: dict[int, Tensor] = {}
         for argument in (*args, *kwargs.values()):
             for tensor in argument if isinstance(argument, list | tuple) else (argument,):
                 if isinstance(tensor, Tensor):
                     tensors[storage_key(tensor)] = tensor
-        with pause_dispatch(), torch.no_grad():
-            for key, tensor in tensors.items():
-                node = self._by_storage[key]
-                node.is_root = True
-                if node.decision is Decision.RECOMPUTE or node.slot is not None:
-                    continue
-                if node.kept is None:
-                    node.kept, node.version = tensor.detach(), tensor._version
-                self.record.evict(node)
+        for key, tensor in tensors.items():
+            node = self._by_storage[key]
+            node.is_root = True
+            if node.decision is Decision.RECOMPUTE or node.slot is not None:
+                continue
+            if node.kept is None:
+                node.kept, node.version = alias_of(tensor), tensor._version
+            self.record.evict(node)
 
     # -- nodes ---------------------------------------------------------------------------------
 
-    def _recorded(self, argument: Any, inputs: dict[int, None]) -> Any:
+    def _recorded(self, argument: Any, inputs: dict[int, Node]) -> Any:
         if isinstance(argument, Tensor):
             node = self._node_of(argument)
-            inputs[node.index] = None
+            inputs[node.index] = node
             return Ref(node.index, Layout.of(argument))
         if isinstance(argument, list | tuple):
             return [self._recorded(a, inputs) for a in argument]
@@ -274,24 +276,20 @@ class Tape(TorchDispatchMode):
             role, name = Role.INPUT, self._unique(f"{self.record.block}:input")
         else:
             role, name = Role.SHARED, "shared"
-        with pause_dispatch(), torch.no_grad():
-            node = self._new_node(
-                tensor, name=name, role=role, kind=OpKind.INPUT, op="", group=name,
-                is_replayable=False,
-            )  # fmt: skip
-            if node.place is None:
-                node.kept, node.version = tensor.detach(), tensor._version
+        node = self._new_node(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
+        if node.place is None:
+            node.kept, node.version = alias_of(tensor), tensor._version
         return node
 
     def _new_node(
         self,
         tensor: Tensor,
-        *,
         name: str,
         role: Role,
         kind: OpKind,
         op: str,
         group: str,
+        *,
         is_replayable: bool,
     ) -> Node:
         storage = tensor.untyped_storage()
@@ -299,27 +297,36 @@ class Tape(TorchDispatchMode):
         place = None
         if role is Role.DERIVED:
             decision = Decision.RECOMPUTE if is_replayable else Decision.KEEP
-        elif role in (Role.PARAMETER, Role.SHARED) or tensor.device != self._device:
+        elif role is Role.PARAMETER or role is Role.SHARED or tensor.device != self._device:
             decision = Decision.KEEP
         else:
             decision, place = self._policy.decide(
                 name, is_replayable=is_replayable, num_bytes=num_bytes
             )
-        node = Node(
-            index=len(self.record.nodes),
-            name=name,
-            role=role,
-            kind=kind,
-            op=op,
-            group=group,
-            num_bytes=num_bytes,
-            storage=StorageRef(storage),
-            decision=decision,
-            place=place,
-        )
+        node = Node(len(self.record.nodes), name, role, kind, op, group, num_bytes, decision, place)
         self.record.nodes.append(node)
         self._by_storage[storage_address(storage)] = node
+        # Design rule 3: while it is weakly held, the address cannot mean another storage.
+        self._storages.append(StorageRef(storage))
         return node
+
+    def _name(self, func: Any, op: str, *, is_matmul: bool = False) -> str:
+        """Return the name of the next recorded call, from the last forward if that was alike."""
+        names, position = self._names, self._num_calls
+        self._num_calls += 1
+        if self._is_alike:
+            if position < len(names) and names[position][0] is func:
+                return names[position][2]
+            # The block took another turn than last time: count what was named so far.
+            self._is_alike = False
+            del names[position:]
+            for _, base, _ in names:
+                self._num_named[base] = self._num_named.get(base, 0) + 1
+        path, is_leaf = self._scope()
+        base = path if is_leaf and is_matmul else f"{path}:{op.strip('_')}"
+        name = self._unique(base)
+        names.append((func, base, name))
+        return name
 
     def _unique(self, name: str) -> str:
         count = self._num_named.get(name, 0) + 1
