@@ -9,6 +9,7 @@ from ebbtide.planner.named import (
     needed,
     parse_plan_name,
 )
+from ebbtide.planner.spill import spill_to_disk
 
 __all__ = [
     "NAMED_PLANS",
@@ -18,4 +19,5 @@ __all__ = [
     "named_plan",
     "needed",
     "parse_plan_name",
+    "spill_to_disk",
 ]

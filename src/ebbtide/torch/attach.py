@@ -14,10 +14,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import EbbtideError, MemoryTierError, ModelError, PlanError, RuntimeStateError
+from ebbtide.memory.arena import ALIGNMENT_BYTES
 from ebbtide.memory.disk import DiskStore
 from ebbtide.memory.ledger import Ledger, Statistics
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import MIN_BYTES, PlanFamily, named_plan, parse_plan_name
+from ebbtide.planner.spill import spill_to_disk
 from ebbtide.torch.blocks import find_blocks
 from ebbtide.torch.devices.cpu import CpuDevice
 from ebbtide.torch.devices.cuda import CudaDevice, pin_host_region
@@ -265,8 +267,11 @@ class _Attachment:
                 self._plan.check_fits(workload)
                 plan = self._plan
             else:
-                tier = Decision.HOST if self._disk is None else Decision.DISK
+                to_host = self._disk is None or self._host_cap is not None
+                tier = Decision.HOST if to_host else Decision.DISK
                 plan = named_plan(self._plan, workload, tier=tier, min_bytes=self._min_bytes)
+                if self._disk is not None and self._host_cap is not None:
+                    plan = spill_to_disk(plan, workload, self._host_cap)
             return plan, self._traffic(plan)
         except EbbtideError:
             tide = self._tide()
@@ -277,14 +282,26 @@ class _Attachment:
     def _traffic(self, plan: Plan) -> Traffic | None:
         if not plan.host_bytes and not plan.disk_bytes:
             return None
-        tiers = Tiers(host=None, disk=self._disk)
+        # Every region is rounded up to the arena's alignment.
+        host_bytes, disk_bytes = (
+            num_bytes + ALIGNMENT_BYTES * sum(1 for d in plan.decisions.values() if d is tier)
+            for num_bytes, tier in (
+                (plan.host_bytes, Decision.HOST),
+                (plan.disk_bytes, Decision.DISK),
+            )
+        )
+        tiers = Tiers(host=None, disk=self._disk, make_host=pin_host_region)
+        tiers.host_cap_bytes = self._host_cap
+        if plan.host_bytes:
+            tiers.reserve_host(host_bytes)
+        if self._disk is not None:
+            self._disk.reserve(disk_bytes)
         device = CpuDevice(self._disk)
         if self._device.type == "cuda":
-            if plan.host_bytes:
-                tiers.host = pin_host_region(plan.host_bytes)
-            device = CudaDevice(self._device, tiers)
-        if self._disk is not None:
-            self._disk.reserve(plan.disk_bytes)
+            bounce_bytes = plan.max_out_bytes_in_flight + plan.max_in_bytes_in_flight
+            device = CudaDevice(
+                self._device, tiers, bounce_bytes=bounce_bytes if plan.disk_bytes else 0
+            )
         return Traffic(
             device,
             tiers,

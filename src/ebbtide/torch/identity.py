@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
 
+from ebbtide.memory.arena import ALIGNMENT_BYTES
 from ebbtide.torch.internals import conj_view, neg_view, storage_address
 
 __all__ = ["Layout", "StorageRef", "bytes_of", "have_equal_bits", "storage_key"]
@@ -96,15 +97,21 @@ class Layout(NamedTuple):
     def unpack_compact(self, compact: Tensor) -> Tensor:
         """Return a tensor with this shape and stride, made from `pack_compact`'s bytes.
 
-        It stands on a storage of its own, at offset 0.
+        It stands on a storage of its own. The offset is another one, with the same alignment:
+        kernels choose by it in which order they sum.
         """
         dense = torch.empty(0, dtype=self.dtype, device=compact.device)
         dense.set_(
             compact.untyped_storage(), 0, self.compact_shape, _dense_stride(self.compact_shape)
         )
-        view = torch.empty_strided(
-            self.compact_shape, self.stride, dtype=self.dtype, device=compact.device
-        )
+        offset = self.offset % (ALIGNMENT_BYTES // self.dtype.itemsize)
+        num_spanned = 0
+        if dense.numel():
+            num_spanned = 1 + sum(
+                s * (n - 1) for n, s in zip(self.compact_shape, self.stride, strict=True)
+            )
+        row = torch.empty(offset + num_spanned, dtype=self.dtype, device=compact.device)
+        view = row.as_strided(self.compact_shape, self.stride, offset)
         view.copy_(dense)
         return self._with_bits(view.expand(self.shape))
 
@@ -128,11 +135,12 @@ _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.i
 
 
 def have_equal_bits(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors agree in layout and in every bit, NaNs included.
+    """Return whether two tensors agree in every bit, NaNs included, and in all of their layout
+    but the offset.
 
     Waits for the device.
     """
-    if Layout.of(left) != Layout.of(right):
+    if Layout.of(left)[1:] != Layout.of(right)[1:]:
         return False
     if left.is_conj() or left.is_neg():
         left, right = left.resolve_conj().resolve_neg(), right.resolve_conj().resolve_neg()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
 

@@ -7,8 +7,6 @@ so there are no reference cycles: a record dies with the last autograd node that
 something in it (design rule 4), and takes its device copies and places along.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -123,15 +121,6 @@ class Call(NamedTuple):
     """Nodes that it makes, by position; -1 where an output is no new storage."""
 
 
-class Handle(NamedTuple):
-    """What autograd holds in place of a saved tensor."""
-
-    record: Record
-    node: int
-    layout: Layout
-    version: int
-
-
 class Record:
     """The nodes and calls of one forward of one block."""
 
@@ -155,6 +144,8 @@ class Record:
         """Send a node to its reserved place; without one it stays kept."""
         if node.slot is not None or node.place is None or node.kept is None:
             return
+        if node.kept._version != node.version:
+            return  # it was written to since autograd saved it: `restore` says so, as torch does
         assert self.traffic is not None, "bug in ebbtide"
         place, node.place = node.place, None
         node.slot = self.traffic.evict(node.name, bytes_of(node.kept), place, node.kept)
@@ -204,44 +195,65 @@ class Record:
 
     def _seal_pieces(self, node: Node) -> None:
         """Evict saved views that cover little of a storage as dense copies."""
-        if node.kept is None or node.is_root:
+        kept, pieces = node.kept, node.pieces
+        if kept is None or not pieces or node.is_root or kept._version != node.version:
             self.evict(node)
             return
-        assert self.traffic is not None, "bug in ebbtide"
-        for number, layout in enumerate(node.pieces or ()):
-            place = self.traffic.tiers.take(node.decision, layout.num_bytes)
-            if place is None:
-                self.evict(node)
-                return
-            compact = layout.pack_compact(node.kept)
+        places = self._take_pieces(node, pieces)
+        if places is None:
+            self.evict(node)
+            return
+        for number, (layout, place) in enumerate(zip(pieces, places, strict=True)):
             piece = Node(
                 len(self.nodes), f"{node.name}[{number}]", node.role, node.kind, node.op,
                 node.group, layout.num_bytes, node.decision, place,
             )  # fmt: skip
-            piece.kept = compact
-            piece.num_packs = 0 if node.pieces is None else node.pieces[layout]
+            piece.kept, piece.num_packs = layout.pack_compact(kept), pieces[layout]
             self.nodes.append(piece)
             self.evict(piece)
             self._pieces[node.index, layout] = piece.index
         node.num_packs = 0
         node.kept = None
 
+    def _take_pieces(self, node: Node, pieces: dict[Layout, int]) -> list[Place | None] | None:
+        """Change the room that is reserved for a node into room for its pieces.
+
+        None for a piece without bytes. Returns None, and leaves things as they were, when the
+        tier is too split to hold every piece.
+        """
+        assert self.traffic is not None and node.place is not None, "bug in ebbtide"
+        tiers, tier = self.traffic.tiers, node.place.tier
+        tiers.give_back(node.place, None)
+        node.place = None
+        places: list[Place | None] = []
+        for layout in pieces:
+            place = tiers.take(tier, layout.num_bytes) if layout.num_bytes else None
+            if place is None and layout.num_bytes:
+                for taken in places:
+                    if taken is not None:
+                        tiers.give_back(taken, None)
+                node.place = tiers.take(tier, node.num_bytes)
+                return None
+            places.append(place)
+        return places
+
     # -- backward ------------------------------------------------------------------------------
 
-    def restore(self, handle: Handle) -> Tensor:
+    def restore(self, handle: "Handle") -> Tensor:
         """Return the saved tensor: the same bits in the same layout (design rule 2).
 
         Raises:
             RuntimeError: It was written to after it was saved, as torch itself says.
         """
         node, layout = self.holder_of(handle), handle.layout
-        if node.kept is not None and node.kept._version != handle.version:
+        if node.index != handle.node:  # a piece: a copy of our own, that nobody else writes to
+            tensor = layout.unpack_compact(self._storage_of(node))
+        elif node.kept is not None and node.kept._version != handle.version:
             raise RuntimeError(
                 MUTATED.format(name=node.name, saved=handle.version, now=node.kept._version)
             )
-        storage = self._storage_of(node)
-        is_piece = node.index != handle.node
-        tensor = layout.unpack_compact(storage) if is_piece else layout.over(storage)
+        else:
+            tensor = layout.over(self._storage_of(node))
         self._use(node)
         return tensor
 
@@ -251,7 +263,7 @@ class Record:
             if node is not None:
                 self._drop(node)
 
-    def check(self, real: Sequence[tuple[Handle, Tensor]]) -> list[Node]:
+    def check(self, real: Sequence[tuple["Handle", Tensor]]) -> list[Node]:
         """Compare what backward would get with the real tensors, bit for bit.
 
         Waits for the device. Returns the nodes that came back different.
@@ -264,17 +276,26 @@ class Record:
             if node.slot is not None:
                 assert self.traffic is not None, "bug in ebbtide"
                 self.traffic.release(node.slot)  # so that the bytes make the whole way
-            if not have_equal_bits(self.restore(handle), tensor):
+            if tensor._version != handle.version:
+                wrong[node.index] = node  # what was saved is no more: `restore` says so
+                continue
+            restored = self.restore(handle)
+            is_piece = node.index != handle.node
+            if not have_equal_bits(restored, tensor) or not (
+                is_piece or Layout.of(restored) == handle.layout
+            ):
                 wrong[node.index] = node
         self.drop_device_copies()
         return list(wrong.values())
 
     def keep_instead(self, node: Node, real: Tensor) -> None:
         """Hold `real` for what could not be brought back (design rule 11)."""
+        if node.index in self._pieces.values():
+            real = Layout.of(real).pack_compact(real)
         node.kept, node.version, node.slot = real, real._version, None
         node.decision = Decision.KEEP
 
-    def holder_of(self, handle: Handle) -> Node:
+    def holder_of(self, handle: "Handle") -> Node:
         """Return the node that holds the bytes of a saved tensor."""
         return self.node(self._pieces.get((handle.node, handle.layout), handle.node))
 
@@ -347,3 +368,12 @@ class Record:
         if node.slot is not None:
             assert self.traffic is not None, "bug in ebbtide"
             self.traffic.release(node.slot)
+
+
+class Handle(NamedTuple):
+    """What autograd holds in place of a saved tensor."""
+
+    record: Record
+    node: int
+    layout: Layout
+    version: int

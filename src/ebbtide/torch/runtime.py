@@ -97,6 +97,8 @@ class Runtime:
         with self._lock:
             if self.traffic is not None:
                 self.traffic.bury()
+                if state.index == 0 and self.traffic.is_idle:
+                    self.traffic.tiers.grow_to_demand()
             self._plan_if_ready(state)
             if self._is_left_alone(state):
                 return

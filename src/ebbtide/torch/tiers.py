@@ -29,9 +29,21 @@ class HostRegion:
 class Tiers:
     """The places that storages are evicted to, for one device."""
 
-    def __init__(self, *, host: HostRegion | None, disk: DiskStore | None) -> None:
+    def __init__(
+        self,
+        *,
+        host: HostRegion | None,
+        disk: DiskStore | None,
+        make_host: Callable[[int], HostRegion] | None = None,
+        host_cap_bytes: int | None = None,
+    ) -> None:
         self.host = host
         self.disk = disk
+        self.bounce: HostRegion | None = None
+        """Pinned memory that copies between a GPU and the disk pass through."""
+        self.host_cap_bytes = host_cap_bytes
+        self._make_host = make_host
+        self._refused_bytes = {Decision.HOST: 0, Decision.DISK: 0}
         self._last_copies: dict[Decision, list[tuple[int, int, Event]]] = {
             Decision.HOST: [],
             Decision.DISK: [],
@@ -43,7 +55,40 @@ class Tiers:
             region = None if self.host is None else self.host.arena.take(num_bytes)
         else:
             region = None if self.disk is None else self.disk.take(num_bytes)
-        return None if region is None else Place(tier=tier, region=region)
+        if region is None:
+            self._refused_bytes[tier] += num_bytes
+            return None
+        return Place(tier=tier, region=region)
+
+    def reserve_host(self, num_bytes: int) -> None:
+        """Take one region of `num_bytes` from the system, or the cap if that is less.
+
+        Only while nothing is held: the old region is given back first.
+        """
+        assert self._make_host is not None, "bug in ebbtide: no host memory on this device"
+        if self.host_cap_bytes is not None:
+            num_bytes = min(num_bytes, self.host_cap_bytes)
+        if self.host is not None:
+            self.host.close()
+        self._last_copies[Decision.HOST] = []
+        self.host = self._make_host(num_bytes) if num_bytes else None
+
+    def grow_to_demand(self) -> None:
+        """Make room for what was refused since the last call; only while nothing is held.
+
+        Between steps, never in one (design rule 7): a longer batch or a second graph that is
+        alive at once may need more than the step that was planned for.
+        """
+        refused, self._refused_bytes[Decision.HOST] = self._refused_bytes[Decision.HOST], 0
+        if refused and self.host is not None:
+            capacity = self.host.buffer.numel()
+            if self.host_cap_bytes is None or capacity < self.host_cap_bytes:
+                self.reserve_host(capacity + refused)
+        refused, self._refused_bytes[Decision.DISK] = self._refused_bytes[Decision.DISK], 0
+        if refused and self.disk is not None:
+            statistics = self.disk.statistics()
+            wanted = min(statistics.reserved_bytes + refused, statistics.cap_bytes)
+            self.disk.reserve(wanted)
 
     def give_back(self, place: Place, last_copy: Event) -> None:
         """Free `place`; whoever takes it next waits for `last_copy` (design rule 1)."""
@@ -82,9 +127,10 @@ class Tiers:
 
     def close(self) -> None:
         """Give back all host memory; the disk store belongs to whoever opened it."""
-        if self.host is not None:
-            self.host.close()
-            self.host = None
+        for region in (self.host, self.bounce):
+            if region is not None:
+                region.close()
+        self.host = self.bounce = None
 
 
 def _span(region: Region) -> tuple[int, int]:

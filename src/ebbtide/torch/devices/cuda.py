@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ebbtide.errors import MemoryTierError
+from ebbtide.memory.arena import Region
+from ebbtide.memory.disk import NUM_THREADS, DiskStore
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream
 from ebbtide.torch.tiers import HostRegion, Tiers
@@ -31,9 +35,9 @@ def pin_host_region(num_bytes: int) -> HostRegion:
         raise _refused(num_bytes, str(error)) from error
     buffer = torch.frombuffer(pages, dtype=torch.uint8)
     runtime: Any = torch.cuda.cudart()
-    error = runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
-    if int(error) != 0:
-        raise _refused(num_bytes, f"cudaHostRegister failed with error {int(error)}")
+    status = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
+    if status != 0:
+        raise _refused(num_bytes, f"cudaHostRegister failed with error {status}")
     assert buffer.is_pinned(), "bug in ebbtide: a registered region is not pinned"
 
     def unpin() -> None:
@@ -47,7 +51,7 @@ def _refused(num_bytes: int, reason: str) -> MemoryTierError:
     return MemoryTierError(
         f"{format_bytes(num_bytes)} of pinned host memory was refused: {reason}. It is host "
         "memory, not the GPU's, that ran out or is limited: look at `ulimit -l` and at the "
-        "container's memory limit, or choose a plan that moves less."
+        "container's memory limit, cap it with host='16GiB', or choose a plan that moves less."
     )
 
 
@@ -57,14 +61,19 @@ class CudaDevice(AbstractDevice):
     Args:
         device: The GPU.
         tiers: Its host region and disk store.
-        bounce_bytes: Pinned memory that disk copies pass through; 0 without a disk.
+        bounce_bytes: Pinned memory that copies to and from disk pass through; 0 without a disk.
     """
 
-    def __init__(self, device: torch.device, tiers: Tiers) -> None:
+    def __init__(self, device: torch.device, tiers: Tiers, *, bounce_bytes: int = 0) -> None:
         self._device = device
         self._tiers = tiers
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
+        self._disk: _DiskLane | None = None
+        if bounce_bytes:
+            assert tiers.disk is not None, "bug in ebbtide: bounce memory without a disk"
+            tiers.bounce = pin_host_region(bounce_bytes)
+            self._disk = _DiskLane(tiers.disk, tiers.bounce)
 
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self._device)
@@ -80,23 +89,152 @@ class CudaDevice(AbstractDevice):
         stream: Stream,
         after: Sequence[Event],
     ) -> Event:
-        lane = self._out if isinstance(target, Place) else self._in
+        is_out = isinstance(target, Place)
+        place = target if isinstance(target, Place) else source
+        memory = source if isinstance(source, Tensor) else target
+        assert isinstance(place, Place) and isinstance(memory, Tensor), "bug in ebbtide"
+        lane = self._out if is_out else self._in
+        if place.tier is Decision.DISK:
+            assert self._disk is not None, "bug in ebbtide: a copy to disk without a disk"
+            return self._disk.copy(memory, place.region, lane, stream, after, is_out=is_out)
+        assert self._tiers.host is not None, "bug in ebbtide"
+        first = place.region.offset_bytes
+        host = self._tiers.host.buffer[first : first + place.region.num_bytes]
         lane.wait_stream(stream)
         for event in after:
             lane.wait_event(event)
         with torch.cuda.stream(lane):
-            self._bytes(target).copy_(self._bytes(source), non_blocking=True)
+            if is_out:
+                host.copy_(memory, non_blocking=True)
+            else:
+                memory.copy_(host, non_blocking=True)
             return lane.record_event()
 
     def wait(self, stream: Stream, event: Event | Stream) -> None:
         if isinstance(event, torch.cuda.Stream):
             stream.wait_stream(event)
+        elif isinstance(event, _DiskCopy):
+            # The copy to or from the bounce memory may not be queued yet: the CPU waits for
+            # that, and the stream for the copy itself.
+            stream.wait_event(event.device_copy.result())
         else:
             stream.wait_event(event)
 
-    def _bytes(self, end: Tensor | Place) -> Tensor:
-        if isinstance(end, Tensor):
-            return end
-        assert end.tier is Decision.HOST and self._tiers.host is not None, "bug in ebbtide"
-        first = end.region.offset_bytes
-        return self._tiers.host.buffer[first : first + end.region.num_bytes]
+
+class _DiskCopy:
+    """One copy between the GPU and the disk."""
+
+    __slots__ = ("device_copy", "is_stored")
+
+    def __init__(self) -> None:
+        self.device_copy: Future[Any] = Future()
+        """The GPU's part of the copy, once it is queued."""
+        self.is_stored: Future[None] = Future()
+        """The file's part of the copy."""
+
+
+class _DiskLane:
+    """GPU to disk and back, through pinned memory and threads."""
+
+    def __init__(self, store: DiskStore, bounce: HostRegion) -> None:
+        self._store = store
+        self._bounce = bounce
+        self._free = threading.Condition()
+        # As many as the store has: each one waits for the GPU or for one of the store's.
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ebbtide-bounce")
+
+    def copy(
+        self,
+        memory: Tensor,
+        region: Region,
+        lane: torch.cuda.Stream,
+        stream: Stream,
+        after: Sequence[Event],
+        *,
+        is_out: bool,
+    ) -> _DiskCopy:
+        copy = _DiskCopy()
+        bounce = self._take(memory.numel())
+        first = bounce.offset_bytes
+        row = self._bounce.buffer[first : first + bounce.num_bytes]
+        files = [e.is_stored for e in after if isinstance(e, _DiskCopy)]
+        if is_out:
+            lane.wait_stream(stream)
+            with torch.cuda.stream(lane):
+                row.copy_(memory, non_blocking=True)
+                copy.device_copy.set_result(lane.record_event())
+            self._threads.submit(self._store_row, copy, row, bounce, region, files)
+        else:
+            ready = stream.record_event()
+            self._threads.submit(
+                self._load_row, copy, memory, row, bounce, region, files, lane, ready
+            )
+        return copy
+
+    def _store_row(
+        self,
+        copy: _DiskCopy,
+        row: Tensor,
+        bounce: Region,
+        region: Region,
+        files: list[Future[None]],
+    ) -> None:
+        try:
+            for file in files:
+                file.result()
+            copy.device_copy.result().synchronize()
+            self._store.write(region, _memory(row)).result()
+        except BaseException as error:
+            copy.is_stored.set_exception(error)
+        else:
+            copy.is_stored.set_result(None)
+        finally:
+            self._give_back(bounce)
+
+    def _load_row(
+        self,
+        copy: _DiskCopy,
+        memory: Tensor,
+        row: Tensor,
+        bounce: Region,
+        region: Region,
+        files: list[Future[None]],
+        lane: torch.cuda.Stream,
+        ready: torch.cuda.Event,
+    ) -> None:
+        try:
+            for file in files:
+                file.result()
+            self._store.read(region, _memory(row)).result()
+            with torch.cuda.stream(lane):
+                lane.wait_event(ready)
+                memory.copy_(row, non_blocking=True)
+                event = lane.record_event()
+        except BaseException as error:
+            copy.device_copy.set_exception(error)
+            copy.is_stored.set_exception(error)
+        else:
+            copy.device_copy.set_result(event)
+            copy.is_stored.set_result(None)
+            event.synchronize()
+        finally:
+            self._give_back(bounce)
+
+    def _take(self, num_bytes: int) -> Region:
+        """Return bounce memory; waits until earlier copies have given enough back."""
+        with self._free:
+            while True:
+                region = self._bounce.arena.take(num_bytes)
+                if region is not None:
+                    return region
+                self._free.wait()
+
+    def _give_back(self, bounce: Region) -> None:
+        with self._free:
+            self._bounce.arena.give_back(bounce)
+            self._free.notify_all()
+
+
+def _memory(row: Tensor) -> memoryview:
+    array: Any = row.numpy()
+    return memoryview(array)
