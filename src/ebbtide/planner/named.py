@@ -210,8 +210,8 @@ class _Choice:
 
     stored: frozenset[str]
     """Activations to keep or evict; the rest of what is needed is recomputed."""
-    is_evicting: bool
-    """True if what is stored, and large enough, goes to the tier."""
+    evicted: frozenset[str] = frozenset()
+    """What goes to the tier if it is large enough; of what is stored, the rest is kept."""
 
 
 def _valid_names(name: str) -> str:
@@ -224,23 +224,26 @@ def _choose(parsed: PlanName, block: Block, *, num_blocks_left: int) -> _Choice:
     saved = frozenset(activation.name for activation in block.activations if activation.is_saved)
     match parsed.family:
         case PlanFamily.KEEP:
-            return _Choice(stored=saved, is_evicting=False)
+            return _Choice(stored=saved)
         case PlanFamily.RECOMPUTE:
-            return _Choice(stored=_not_replayable(block), is_evicting=False)
+            return _Choice(stored=_not_replayable(block))
         case PlanFamily.OFFLOAD_INPUTS:
-            return _Choice(stored=_not_replayable(block), is_evicting=not is_last)
+            stored = _not_replayable(block)
+            return _Choice(stored=stored, evicted=frozenset() if is_last else stored)
         case PlanFamily.OFFLOAD:
             # Backward starts with the last block: what it evicts would be wanted at once.
             if is_last:
-                return _Choice(stored=saved, is_evicting=False)
+                return _Choice(stored=saved)
             stored = _store_dominating(block, _not_cheap(block, recomputed=frozenset()))
-            return _Choice(stored=stored, is_evicting=True)
+            return _Choice(stored=stored, evicted=stored)
         case PlanFamily.BALANCED:
             stored = _store_dominating(block, _not_cheap_nor_wide(block))
-            return _Choice(stored=stored, is_evicting=not is_last)
+            # Of the last block, backward wants the input last: a whole block's time from then.
+            return _Choice(stored=stored, evicted=_inputs(block) if is_last else stored)
         case PlanFamily.OFFLOAD_LAST:
             assert parsed.num_last_blocks is not None, "K was not parsed; this is a bug in ebbtide"
-            return _Choice(stored=saved, is_evicting=num_blocks_left <= parsed.num_last_blocks)
+            is_evicting = num_blocks_left <= parsed.num_last_blocks
+            return _Choice(stored=saved, evicted=saved if is_evicting else frozenset())
         case _:
             assert_never(parsed.family)
 
@@ -257,7 +260,7 @@ def _block_decisions(
             continue
         if activation.name not in choice.stored:
             decisions[activation.name] = Decision.RECOMPUTE
-        elif choice.is_evicting and activation.num_bytes >= min_moved_bytes:
+        elif activation.name in choice.evicted and activation.num_bytes >= min_moved_bytes:
             decisions[activation.name] = tier
         else:
             decisions[activation.name] = Decision.KEEP
@@ -270,6 +273,10 @@ def _sum_bytes(block: Block, decisions: Mapping[str, Decision], tier: Decision) 
         for activation in block.activations
         if decisions.get(activation.name) is tier
     )
+
+
+def _inputs(block: Block) -> frozenset[str]:
+    return frozenset(a.name for a in block.activations if a.kind is OpKind.INPUT)
 
 
 def _not_replayable(block: Block) -> frozenset[str]:

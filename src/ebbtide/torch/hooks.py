@@ -61,18 +61,20 @@ def _install_block(runtime: Runtime, state: BlockState, block: nn.Module) -> lis
     ]
     for path, module in block.named_modules(prefix=state.path):
         if module is not block:
-            handles += _install_scope(runtime, path, module)
+            handles += _install_scope(runtime, state, path, module)
     return handles
 
 
-def _install_scope(runtime: Runtime, path: str, module: nn.Module) -> list[RemovableHandle]:
+def _install_scope(
+    runtime: Runtime, state: BlockState, path: str, module: nn.Module
+) -> list[RemovableHandle]:
     is_leaf = next(module.children(), None) is None
 
     def step_in(*_: Any) -> None:
-        runtime.step_into(path, is_leaf)
+        runtime.step_into(state, path, is_leaf)
 
     def step_out(*_: Any) -> None:
-        runtime.step_out()
+        runtime.step_out(state)
 
     return [
         module.register_forward_pre_hook(_Hook(step_in)),

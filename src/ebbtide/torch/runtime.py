@@ -166,16 +166,16 @@ class Runtime:
             if tape.is_checked:
                 self._check(state, record, tape)
 
-    def step_into(self, path: str, is_leaf: bool) -> None:
-        """Note that a module inside the current block starts."""
+    def step_into(self, state: BlockState, path: str, is_leaf: bool) -> None:
+        """Note that a module of a block starts; two blocks may share it."""
         forward = self._forward
-        if forward is not None:
+        if forward is not None and forward.state is state:
             forward.path.append((path, is_leaf))
 
-    def step_out(self) -> None:
-        """Note that a module inside the current block ends."""
+    def step_out(self, state: BlockState) -> None:
+        """Note that a module of a block ends."""
         forward = self._forward
-        if forward is not None and len(forward.path) > 1:
+        if forward is not None and forward.state is state and len(forward.path) > 1:
             forward.path.pop()
 
     # -- backward ------------------------------------------------------------------------------

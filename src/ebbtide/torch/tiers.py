@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from torch import Tensor
 
+from ebbtide.errors import MemoryTierError
 from ebbtide.memory.arena import Arena, Region
 from ebbtide.memory.disk import DiskStore
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Event, Place
+from ebbtide.units import format_bytes
+
+log = logging.getLogger("ebbtide")
 
 
 class HostRegion:
@@ -68,8 +73,9 @@ class Tiers:
         assert self._make_host is not None, "bug in ebbtide: no host memory on this device"
         if self.host_cap_bytes is not None:
             num_bytes = min(num_bytes, self.host_cap_bytes)
-        if self.host is not None:
-            self.host.close()
+        old, self.host = self.host, None
+        if old is not None:
+            old.close()
         self._last_copies[Decision.HOST] = []
         self.host = self._make_host(num_bytes) if num_bytes else None
 
@@ -77,21 +83,36 @@ class Tiers:
         """Make room for what was refused since the last call; only while nothing is held.
 
         Between steps, never in one (design rule 7): a longer batch or a second graph that is
-        alive at once may need more than the step that was planned for.
+        alive at once may need more than the step that was planned for. Where the system refuses,
+        things stay as they were: what does not fit is kept or recomputed.
         """
         refused, self._refused_bytes[Decision.HOST] = self._refused_bytes[Decision.HOST], 0
         if refused and self.host is not None:
             capacity = self.host.buffer.numel()
             if self.host_cap_bytes is None or capacity < self.host_cap_bytes:
-                self.reserve_host(capacity + refused)
+                try:
+                    self.reserve_host(capacity + refused)
+                except MemoryTierError as error:
+                    log.warning("the host tier stays at %s: %s", format_bytes(capacity), error)
+                    self.host_cap_bytes = capacity
+                    self.reserve_host(capacity)
         refused, self._refused_bytes[Decision.DISK] = self._refused_bytes[Decision.DISK], 0
         if refused and self.disk is not None:
             statistics = self.disk.statistics()
             wanted = min(statistics.reserved_bytes + refused, statistics.cap_bytes)
-            self.disk.reserve(wanted)
+            try:
+                self.disk.reserve(wanted)
+            except MemoryTierError as error:
+                reserved = format_bytes(statistics.reserved_bytes)
+                log.warning("the disk tier stays at %s: %s", reserved, error)
 
     def give_back(self, place: Place, last_copy: Event) -> None:
-        """Free `place`; whoever takes it next waits for `last_copy` (design rule 1)."""
+        """Free `place`; whoever takes it next waits for `last_copy` (design rule 1).
+
+        After the tier was closed it does nothing.
+        """
+        if not self.is_open(place.tier):
+            return
         self._arena(place.tier).give_back(place.region)
         if last_copy is not None:
             first, end = _span(place.region)
@@ -114,6 +135,10 @@ class Tiers:
         self._last_copies[place.tier] = left
         return tuple(events)
 
+    def is_open(self, tier: Decision) -> bool:
+        """Return whether `tier` is there, and has not been closed."""
+        return (self.host if tier is Decision.HOST else self.disk) is not None
+
     def held_bytes(self, tier: Decision) -> int:
         """Return the bytes that `tier` holds now."""
         if tier is Decision.HOST:
@@ -121,7 +146,8 @@ class Tiers:
         return 0 if self.disk is None else self.disk.statistics().held_bytes
 
     def _arena(self, tier: Decision) -> Arena | DiskStore:
-        found = self.host.arena if tier is Decision.HOST and self.host is not None else self.disk
+        host = None if self.host is None else self.host.arena
+        found = host if tier is Decision.HOST else self.disk
         assert found is not None, "bug in ebbtide"
         return found
 

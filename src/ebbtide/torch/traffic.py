@@ -15,6 +15,7 @@ from typing import Final
 
 from torch import Tensor
 
+from ebbtide.errors import RuntimeStateError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream
 from ebbtide.torch.tiers import Tiers
@@ -25,13 +26,18 @@ MUTATED: Final = (
     "Write to a copy instead: `x = x + y`, not `x += y`."
 )
 
+CLOSED: Final = (
+    "{name} was evicted, and the memory that held it was given back by close(). Run backward "
+    "before close(), or drop the graph."
+)
+
 
 class _Copies:
     """The copies of one slot and the device memory that they touch."""
 
     __slots__ = (
-        "back", "back_is_waited", "back_stream", "copied_out", "fetched", "leaving", "num_bytes",
-        "place", "source_stream",
+        "back", "back_is_waited", "back_stream", "copied_out", "fetched", "last_copy", "leaving",
+        "num_bytes", "place", "source_stream",
     )  # fmt: skip
 
     def __init__(self, place: Place, source: Tensor, stream: Stream, copied_out: Event) -> None:
@@ -39,6 +45,8 @@ class _Copies:
         self.num_bytes = source.numel()
         self.leaving: Tensor | None = source
         self.source_stream = stream
+        self.last_copy = copied_out
+        """The latest copy from or to the place; it comes behind all earlier ones."""
         self.copied_out = copied_out
         self.back: Tensor | None = None
         self.back_stream: Stream = None
@@ -107,7 +115,7 @@ class Traffic:
         self._max_out = max_out_bytes_in_flight
         self._max_in = max_in_bytes_in_flight
         self._leaving: deque[weakref.ref[Slot]] = deque()
-        self._ahead: deque[weakref.ref[Slot]] = deque()
+        self._ahead: deque[weakref.ref[Slot]] = deque()  # nearest first
         self._out_bytes = 0
         self._in_bytes = 0
         self._order: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
@@ -156,6 +164,7 @@ class Traffic:
 
         Raises:
             RuntimeError: The tensor was written to after it was saved, as torch itself says.
+            RuntimeStateError: Its tier was closed.
         """
         self.bury()
         self._note_write(slot)
@@ -169,6 +178,8 @@ class Traffic:
             found, owner = copies.leaving, copies.source_stream
         else:
             if copies.back is None:
+                if not self.tiers.is_open(copies.place.tier):
+                    raise RuntimeStateError(CLOSED.format(name=slot.name))
                 self._make_room(copies.num_bytes)
                 self._fetch(slot)
             if not copies.back_is_waited:
@@ -193,6 +204,8 @@ class Traffic:
             found_any = True
             copies = slot.copies
             if slot.is_used or copies.leaving is not None or copies.back is not None:
+                continue
+            if not self.tiers.is_open(copies.place.tier):
                 continue
             if self._in_bytes + slot.num_bytes > self._max_in:  # design rule 10
                 return
@@ -228,7 +241,8 @@ class Traffic:
         self.bury()
         while self._leaving:
             self._settle_oldest()
-        self._ahead.clear()
+        while self._ahead:  # by a backward that stopped half-way
+            self._drop_farthest()
 
     def bury(self) -> None:
         """Give back what dead slots held, behind the fences that it needs."""
@@ -239,8 +253,7 @@ class Traffic:
             if dead.back is not None:
                 self._fence_back(dead)
                 self.ledger.count_device_bytes(-dead.num_bytes)
-            last_copy = dead.copied_out if dead.fetched is None else dead.fetched
-            self.tiers.give_back(dead.place, last_copy)
+            self.tiers.give_back(dead.place, dead.last_copy)
             self.ledger.count_release(dead.place.tier, dead.num_bytes)
 
     def close(self) -> None:
@@ -294,10 +307,11 @@ class Traffic:
         stream = self._device.current_stream()  # design rule 6
         copies.back = self._device.allocate(copies.num_bytes)
         copies.back_stream, copies.back_is_waited = stream, False
-        # Design rule 1: a fetch waits for its own evict. It also waits for `stream`, on which
-        # the new memory may still be in use by its last owner.
-        copies.fetched = self._device.copy(
-            copies.place, copies.back, stream=stream, after=(copies.copied_out,)
+        # Design rule 1: a fetch waits for its own evict, and for earlier fetches, so that whoever
+        # gets the place waits for all of them. It also waits for `stream`, on which the new
+        # memory may still be in use by its last owner.
+        copies.fetched = copies.last_copy = self._device.copy(
+            copies.place, copies.back, stream=stream, after=(copies.last_copy,)
         )
         self._in_bytes += copies.num_bytes
         self.ledger.count_fetch(copies.place.tier, copies.num_bytes)
@@ -306,9 +320,12 @@ class Traffic:
     def _make_room(self, num_bytes: int) -> None:
         """Drop what was fetched ahead, farthest first, for a fetch that cannot wait."""
         while self._ahead and self._in_bytes + num_bytes > self._max_in:  # design rule 10
-            slot = self._ahead.pop()()
-            if slot is not None and not slot.copies.back_is_waited:
-                self.release(slot)
+            self._drop_farthest()
+
+    def _drop_farthest(self) -> None:
+        slot = self._ahead.pop()()
+        if slot is not None and not slot.copies.back_is_waited:
+            self.release(slot)
 
     def _copy_across(self, found: Tensor, owner: Stream, stream: Stream) -> Tensor:
         """Copy bytes of another stream's memory, so that this stream owns what it uses."""
