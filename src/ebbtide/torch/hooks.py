@@ -57,7 +57,8 @@ def _install_block(runtime: Runtime, state: BlockState, block: nn.Module) -> lis
 
     handles = [
         block.register_forward_pre_hook(_Hook(before), with_kwargs=True),
-        block.register_forward_hook(_Hook(after), always_call=True),
+        # First of the block's forward hooks: FSDP's frees the parameters that checks replay with.
+        block.register_forward_hook(_Hook(after), always_call=True, prepend=True),
     ]
     for path, module in block.named_modules(prefix=state.path):
         if module is not block:

@@ -57,6 +57,11 @@ def neg_view(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor)
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs autograd's backward pass now."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_operator(func: Any) -> bool:
     """Return whether `func` is an operator overload with a schema."""
     return isinstance(func, torch._ops.OpOverload)

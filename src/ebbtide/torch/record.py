@@ -9,7 +9,7 @@ something in it (design rule 4), and takes its device copies and places along.
 
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,15 @@ from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import Layout, bytes_of, have_equal_bits
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
 from ebbtide.workload import OpKind
+
+FREED: Final = (
+    "{name} in {block} was freed between forward and backward, and a recomputation needs it. "
+    "Shard whole blocks with FSDP (one group a block), or keep this activation."
+)
+
+
+class StorageFreedError(RuntimeError):
+    """What a replay reads was freed behind autograd, as FSDP does with parameters."""
 
 
 class Role(enum.Enum):
@@ -279,7 +288,11 @@ class Record:
             if tensor._version != handle.version:
                 wrong[node.index] = node  # what was saved is no more: `restore` says so
                 continue
-            restored = self.restore(handle)
+            try:
+                restored = self.restore(handle)
+            except StorageFreedError:
+                wrong[node.index] = node
+                continue
             is_piece = node.index != handle.node
             if not have_equal_bits(restored, tensor) or not (
                 is_piece or Layout.of(restored) == handle.layout
@@ -302,6 +315,8 @@ class Record:
     def _storage_of(self, node: Node) -> Tensor:
         """Return a tensor over the node's storage, making it if need be."""
         if node.kept is not None:
+            if node.kept.untyped_storage().nbytes() < node.num_bytes:
+                raise StorageFreedError(FREED.format(name=node.name, block=self.block))
             return node.kept
         if node.slot is not None:
             assert self.traffic is not None, "bug in ebbtide"

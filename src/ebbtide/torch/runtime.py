@@ -24,7 +24,7 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import storage_key
-from ebbtide.torch.internals import pause_autocast
+from ebbtide.torch.internals import is_in_backward, pause_autocast
 from ebbtide.torch.record import Handle, Record, Role
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.traffic import Traffic
@@ -125,8 +125,11 @@ class Runtime:
 
     def leave(self, state: BlockState, output: Any) -> None:
         """End a block's forward, also when it raised; `output` is None then."""
-        self._end_record(state)
-        if state.index == len(self.blocks) - 1 and self.traffic is not None:
+        self._end_record(state, has_failed=output is None)
+        is_last = state.index == len(self.blocks) - 1
+        # A checkpointed block runs its forward in backward: that is no turn.
+        is_turn = is_last and torch.is_grad_enabled() and not is_in_backward()
+        if is_turn and self.traffic is not None:
             self._turn(self.traffic, output)
 
     def _turn(self, traffic: Traffic, output: Any) -> None:
@@ -134,8 +137,6 @@ class Runtime:
         with self._lock:
             traffic.settle_all()
             start = traffic.next_index
-        if not torch.is_grad_enabled():
-            return
         known = weakref.ref(traffic)
 
         def fetch_first(_: Tensor) -> None:
@@ -150,7 +151,7 @@ class Runtime:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(fetch_first)
 
-    def _end_record(self, state: BlockState) -> None:
+    def _end_record(self, state: BlockState, *, has_failed: bool) -> None:
         forward = self._forward
         if forward is None or forward.state is not state:
             return
@@ -160,10 +161,10 @@ class Runtime:
             record, tape = forward.record, forward.tape
             assert tape is not None, "bug in ebbtide"
             forward.tape = None  # a cycle would hold the record until the garbage collector runs
-            if state.observed is None:
+            if state.observed is None and not has_failed:
                 state.observed = _observed_block(state, record)
             record.seal()
-            if tape.is_checked:
+            if tape.is_checked and not has_failed:
                 self._check(state, record, tape)
 
     def step_into(self, state: BlockState, path: str, is_leaf: bool) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ebbtide.errors import RuntimeStateError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream
+from ebbtide.torch.identity import StorageRef, storage_key
 from ebbtide.torch.tiers import Tiers
 
 MUTATED: Final = (
@@ -36,13 +37,14 @@ class _Copies:
     """The copies of one slot and the device memory that they touch."""
 
     __slots__ = (
-        "back", "back_is_waited", "back_stream", "copied_out", "fetched", "last_copy", "leaving",
-        "num_bytes", "place", "source_stream",
+        "back", "back_is_waited", "back_stream", "copied_out", "fetched", "key", "last_copy",
+        "leaving", "num_bytes", "place", "source_stream",
     )  # fmt: skip
 
     def __init__(self, place: Place, source: Tensor, stream: Stream, copied_out: Event) -> None:
         self.place = place
         self.num_bytes = source.numel()
+        self.key = storage_key(source)
         self.leaving: Tensor | None = source
         self.source_stream = stream
         self.last_copy = copied_out
@@ -122,6 +124,7 @@ class Traffic:
         self._first_index = 0
         self._next_index = 0
         self._graveyard: deque[_Copies] = deque()
+        self._by_storage: dict[int, tuple[StorageRef, weakref.ref[Slot]]] = {}
 
     def evict(self, name: str, source: Tensor, place: Place, watched: Tensor) -> Slot:
         """Start to copy `source`, a whole storage as bytes, to `place`.
@@ -131,8 +134,16 @@ class Traffic:
             source: The bytes; the caller gives up its reference.
             place: Where to; taken from `tiers`, given back when the slot dies.
             watched: An alias that shares the version counter of the tensor autograd saved.
+
+        Returns:
+            The slot; one that exists already, if another block evicted the same storage
+            (design rule 3: one storage moves once).
         """
         self.bury()
+        found = self._find(source, watched)
+        if found is not None:
+            self.tiers.give_back(place, None)
+            return found
         num_bytes = source.numel()
         # Design rule 10: room first, so that bytes in flight never exceed the plan's bound.
         while self._leaving and self._out_bytes + num_bytes > self._max_out:
@@ -153,6 +164,7 @@ class Traffic:
         self._out_bytes += num_bytes
         self._leaving.append(weakref.ref(slot))
         self._order[slot.index] = slot
+        self._by_storage[slot.copies.key] = StorageRef(source.untyped_storage()), weakref.ref(slot)
         self.ledger.count_eviction(place.tier, num_bytes)
         self.ledger.count_device_bytes(num_bytes)
         return slot
@@ -254,10 +266,13 @@ class Traffic:
                 self._fence_back(dead)
                 self.ledger.count_device_bytes(-dead.num_bytes)
             self.tiers.give_back(dead.place, dead.last_copy)
+            known = self._by_storage.get(dead.key)
+            if known is not None and known[1]() is None:
+                del self._by_storage[dead.key]
             self.ledger.count_release(dead.place.tier, dead.num_bytes)
 
     def close(self) -> None:
-        """Wait for nothing, refuse nothing: give back dead slots, then all host memory."""
+        """Give all host memory back; what is evicted and was not fetched is lost."""
         self.bury()
         self.tiers.close()
 
@@ -276,6 +291,15 @@ class Traffic:
     def bytes_in_flight(self) -> tuple[int, int]:
         """Device bytes held for copies under way: out and in."""
         return self._out_bytes, self._in_bytes
+
+    def _find(self, source: Tensor, watched: Tensor) -> Slot | None:
+        known = self._by_storage.get(storage_key(source))
+        if known is None or known[0].expired():
+            return None
+        slot = known[1]()
+        if slot is None or slot.written or slot.version != watched._version:
+            return None
+        return slot if slot.num_bytes == source.numel() else None
 
     def _fence_leaving(self, copies: _Copies) -> None:
         # Design rule 1: whoever gets this memory next is queued behind the copy that reads it.
