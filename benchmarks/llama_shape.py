@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Generator
 from typing import Any
@@ -86,18 +87,19 @@ def measure(
             _step(model, ids)
             row["first_step_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             _step(model, ids)
+            torch.cuda.empty_cache()
             _step(model, ids)
+            region = None if tide is None else tide.host_region_address
             if tide is not None:
                 tide.reset_statistics()
-            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             times = [_step(model, ids) for _ in range(num_steps)]
+            peak_gib = torch.cuda.max_memory_allocated() / GIB
             row |= {
-                "step_ms": statistics.median(t[0] for t in times),
                 "step_ms_all": [round(t[0], 1) for t in times],
-                "forward_ms": statistics.median(t[1] for t in times),
-                "peak_gib": torch.cuda.max_memory_allocated() / GIB,
-                "peak_above_weights_gib": torch.cuda.max_memory_allocated() / GIB - base,
+                "forward_ms_all": [round(t[1], 1) for t in times],
+                "peak_gib": peak_gib,
+                "peak_above_weights_gib": peak_gib - base,
                 "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
             }
             if tide is not None:
@@ -107,7 +109,8 @@ def measure(
                     "moved_in_gib": counts.moved_in_bytes / GIB / num_steps,
                     "host_gib": counts.host.peak_held_bytes / GIB,
                     "host_taken_gib": tide.host_taken_bytes / GIB,
-                    "fetches_avoided": counts.num_resurrections,
+                    "is_host_region_unchanged": region == tide.host_region_address,
+                    "fetches_avoided": counts.num_resurrections // num_steps,
                     "recomputed_ops": counts.num_recomputed_ops // num_steps,
                     "not_understood": counts.num_kept_not_understood,
                 }
@@ -118,6 +121,19 @@ def measure(
         row["status"] = "OOM"
     model.zero_grad(set_to_none=True)
     return row
+
+
+def merge(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Put the rounds of one context together: medians over all steps of a strategy."""
+    merged: list[dict[str, Any]] = []
+    for rows in zip(*rounds, strict=True):
+        row = dict(rows[0])
+        for key in ("step_ms", "forward_ms"):
+            times = [t for r in rows for t in r.get(f"{key}_all", ())]
+            if times:
+                row[f"{key}_all"], row[key] = times, statistics.median(times)
+        merged.append(row)
+    return merged
 
 
 def _step(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[float, float]:
@@ -158,6 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1, help="turns of all strategies")
     parser.add_argument("--scale", type=int, default=1, help="divide the widths, for a dry run")
     parser.add_argument("--out", default=None)
     options = parser.parse_args()
@@ -167,9 +184,13 @@ def main() -> None:
         torch.manual_seed(1)
         ids = torch.randint(0, 32000 // options.scale, (1, context), device="cuda")
         reference = gradients(model, ids)
-        for name in options.strategies.split(","):
-            rows.append(measure(name, model, ids, options.steps, reference))
-            print(json.dumps(rows[-1]), flush=True)
+        rounds: list[list[dict[str, Any]]] = []
+        for number in range(options.rounds):
+            # Strategies take turns, so that a slow phase of the machine meets all of them.
+            expected = None if number else reference
+            names = options.strategies.split(",")
+            rounds.append([measure(n, model, ids, options.steps, expected) for n in names])
+        rows += merge(rounds)
     print(table(rows))
     if options.out:
         facts = {
@@ -177,10 +198,12 @@ def main() -> None:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "date": time.strftime("%Y-%m-%d"),
+            "python": sys.version.split()[0],
             "layers": options.layers,
+            "command": " ".join(["PYTHONPATH=src python3", *sys.argv]),
         }
         with open(options.out, "w") as file:
-            json.dump({"facts": facts, "rows": rows}, file, indent=1)
+            json.dump({"facts": facts, "rows": rows, "table": table(rows)}, file, indent=1)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -121,6 +121,13 @@ class Tide:
         host = None if traffic is None else traffic.tiers.host
         return 0 if host is None else host.buffer.numel()
 
+    @property
+    def host_region_address(self) -> int:
+        """Where the pinned host region starts; it stays the same within a step."""
+        traffic = None if self._runtime is None else self._runtime.traffic
+        host = None if traffic is None else traffic.tiers.host
+        return 0 if host is None else host.buffer.data_ptr()
+
     def reset_statistics(self) -> None:
         """Start counting anew."""
         self._ledger.reset()

@@ -60,8 +60,9 @@ class Node:
     """
 
     __slots__ = (
-        "call", "decision", "group", "index", "is_root", "kept", "kind", "layout", "memo", "name",
-        "num_bytes", "num_left", "num_packs", "num_uses", "op", "pieces", "place", "role", "slot",
+        "call", "decision", "group", "index", "is_copy", "is_root", "kept", "kind", "layout",
+        "memo", "name", "num_bytes", "num_left", "num_packs", "num_uses", "op", "pieces", "place",
+        "role", "slot",
         "version",
     )  # fmt: skip
 
@@ -100,6 +101,8 @@ class Node:
         self.num_uses = 0
         """Unpacks and replayed calls that will read it in one backward."""
         self.num_left = 0
+        self.is_copy = False
+        """`kept` is a copy of our own: later writes to the original do not reach it."""
         self.is_root = False
         """Some call that may be replayed reads it."""
         self.pieces: dict[Layout, int] | None = None
@@ -257,7 +260,7 @@ class Record:
         node, layout = self.holder_of(handle), handle.layout
         if node.index != handle.node:  # a piece: a copy of our own, that nobody else writes to
             tensor = layout.unpack_compact(self._storage_of(node))
-        elif node.kept is not None and node.kept._version != handle.version:
+        elif node.kept is not None and node.kept._version != handle.version and not node.is_copy:
             raise RuntimeError(
                 MUTATED.format(name=node.name, saved=handle.version, now=node.kept._version)
             )

@@ -47,6 +47,9 @@ class BlockState:
     is_checked: bool = False
     names: list[tuple[Any, str, str]] = field(default_factory=list[tuple[Any, str, str]])
     """The calls of the last forward: operator, name without and with its number."""
+    is_input_written: bool = False
+    """The model writes to the block's input after the block, as in `h += block(h)`. That is
+    legal where no operator saves it; recipes that start from it then need a copy."""
     unsafe: set[str] = field(default_factory=set[str])
     """Activations that did not come back equal; kept from then on."""
 
@@ -81,6 +84,8 @@ class Runtime:
         self._restoring: weakref.ref[Record] | None = None
         self._local = threading.local()
         self._model_storages: dict[int, Tensor] = {}
+        self._watched: list[tuple[BlockState, Tensor, int]] = []
+        """Inputs of observed blocks, until the next block starts or backward does."""
 
     # -- forward -------------------------------------------------------------------------------
 
@@ -91,14 +96,15 @@ class Runtime:
             return
         if self._forward is not None:
             return  # a block inside a block: the outer one records it
-        device = _device_of(args, kwargs)
-        if device is None:
+        stream = _first_floating(args, kwargs)
+        if stream is None:
             return
         with self._lock:
             if self.traffic is not None:
                 self.traffic.bury()
                 if state.index == 0 and self.traffic.is_idle:
                     self.traffic.tiers.grow_to_demand()
+            self._note_writes()
             self._plan_if_ready(state)
             if self._is_left_alone(state):
                 return
@@ -109,11 +115,13 @@ class Runtime:
             tape = Tape(
                 record,
                 policy,
-                device=device,
+                device=stream.device,
                 parameters=self._parameter_storages(state, module),
                 inputs=_differentiable_storages(args, kwargs),
+                stream=storage_key(stream) if type(stream) is Tensor else 0,
                 scope=forward.scope,
                 names=state.names,
+                copies_inputs=state.is_input_written or state.observed is None,
                 is_checked=is_checked,
             )
             forward.tape = tape
@@ -163,6 +171,7 @@ class Runtime:
             forward.tape = None  # a cycle would hold the record until the garbage collector runs
             if state.observed is None and not has_failed:
                 state.observed = _observed_block(state, record)
+                self._watched += [(state, *held) for held in tape.held_inputs]
             record.seal()
             if tape.is_checked and not has_failed:
                 self._check(state, record, tape)
@@ -193,6 +202,7 @@ class Runtime:
                     # Backward went on to another block: what was not asked for may go.
                     previous.drop_device_copies()
                 self._restoring = weakref.ref(record)
+            self._note_writes()
             before = record.num_replayed_calls
             tensor = record.restore(packed)
             if record.num_replayed_calls != before:
@@ -214,6 +224,11 @@ class Runtime:
     @property
     def _forward(self) -> _Forward | None:
         return getattr(self._local, "forward", None)
+
+    def _note_writes(self) -> None:
+        for state, tensor, version in self._watched:
+            state.is_input_written = state.is_input_written or tensor._version != version
+        self._watched.clear()
 
     def _plan_if_ready(self, state: BlockState) -> None:
         if self.plan is not None or state.observed is None:
@@ -353,9 +368,7 @@ def _differentiable_storages(args: Any, kwargs: Any) -> frozenset[int]:
     )
 
 
-def _device_of(args: Any, kwargs: Any) -> torch.device | None:
-    """Return the device of the first floating-point tensor that the block is given."""
-    for tensor in (*_tensors_in(args), *_tensors_in(kwargs)):
-        if tensor.is_floating_point():
-            return tensor.device
-    return None
+def _first_floating(args: Any, kwargs: Any) -> Tensor | None:
+    """Return the first floating-point tensor that the block is given."""
+    found = (*_tensors_in(args), *_tensors_in(kwargs))
+    return next((t for t in found if t.is_floating_point()), None)

@@ -56,8 +56,11 @@ class Tape(TorchDispatchMode):
         parameters: Storages of the model's parameters and buffers as they are now. FSDP swaps
             them around each block, so they are looked up when the block starts.
         inputs: Storages of the block's differentiable inputs.
+        stream: Storage of its first floating-point input, which in the first block of a frozen
+            model needs no gradient but is written to like the others.
         scope: Returns the path of the module that is running, and whether it has no children.
         names: The calls of the last forward and their names; brought up to date here.
+        copies_inputs: Hold block inputs as copies, because the model writes to them later.
         is_checked: Keep the real tensors, for `Record.check`.
     """
 
@@ -76,8 +79,10 @@ class Tape(TorchDispatchMode):
         device: torch.device,
         parameters: dict[int, Tensor],
         inputs: frozenset[int],
+        stream: int,
         scope: Callable[[], tuple[str, bool]],
         names: list[tuple[Any, str, str]],
+        copies_inputs: bool,
         is_checked: bool,
     ) -> None:
         super().__init__()
@@ -87,10 +92,14 @@ class Tape(TorchDispatchMode):
         self._device = device
         self._parameters = parameters
         self._inputs = inputs
+        self._stream = stream
         self._scope = scope
         self.is_checked = is_checked
         self._by_storage: dict[int, Node] = {}
         self._storages: list[StorageRef] = []
+        self._copies_inputs = copies_inputs
+        self.held_inputs: list[tuple[Tensor, int]] = []
+        """Aliases of the inputs that were copied, and their versions then."""
         self._names = names
         self._num_calls = 0
         self._is_alike = bool(names)
@@ -198,7 +207,7 @@ class Tape(TorchDispatchMode):
             # A root that autograd did not save: the write is legal, so keep the old value.
             with pause_dispatch():
                 node.kept = _clone_storage(node.kept)
-                node.version = node.kept._version
+                node.version, node.is_copy = node.kept._version, True
 
     # -- saved tensors -------------------------------------------------------------------------
 
@@ -220,8 +229,7 @@ class Tape(TorchDispatchMode):
             return handle
 
     def _store(self, node: Node, tensor: Tensor, layout: Layout) -> None:
-        if node.kept is None:
-            node.kept, node.version = alias_of(tensor), tensor._version
+        self._hold(node, tensor)
         if node.place is None:
             return
         if 2 * layout.num_bytes < node.num_bytes and not node.is_root and not layout.has_overlap:
@@ -245,8 +253,7 @@ class Tape(TorchDispatchMode):
             node.is_root = True
             if node.decision is Decision.RECOMPUTE or node.slot is not None:
                 continue
-            if node.kept is None:
-                node.kept, node.version = alias_of(tensor), tensor._version
+            self._hold(node, tensor)
             self.record.evict(node)
 
     # -- nodes ---------------------------------------------------------------------------------
@@ -278,8 +285,21 @@ class Tape(TorchDispatchMode):
             role, name = Role.SHARED, "shared"
         node = self._new_node(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
         if node.place is None:
-            node.kept, node.version = alias_of(tensor), tensor._version
+            self._hold(node, tensor)
         return node
+
+    def _hold(self, node: Node, tensor: Tensor) -> None:
+        """Keep a node's storage for as long as its record needs it."""
+        if node.kept is not None:
+            return
+        if node.role is Role.INPUT or storage_key(tensor) == self._stream:
+            if self._copies_inputs:
+                self.held_inputs.append((alias_of(tensor), tensor._version))
+                with pause_dispatch():
+                    node.kept = _clone_storage(tensor)
+                node.version, node.is_copy = node.kept._version, True
+                return
+        node.kept, node.version = alias_of(tensor), tensor._version
 
     def _new_node(
         self,
