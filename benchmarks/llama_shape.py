@@ -200,10 +200,16 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "python": sys.version.split()[0],
             "layers": options.layers,
-            "command": " ".join(["PYTHONPATH=src python3", *sys.argv]),
+            "command": _command(),
         }
         with open(options.out, "w") as file:
             json.dump({"facts": facts, "rows": rows, "table": table(rows)}, file, indent=1)
+
+
+def _command() -> str:
+    """Return the command as it is given in the repository's root."""
+    words = [a.rpartition("/")[2] if a.endswith(".json") else a for a in sys.argv[1:]]
+    return " ".join(["PYTHONPATH=src python3 benchmarks/llama_shape.py", *words])
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from types import TracebackType
 from typing import Final, Self
 
@@ -76,11 +77,17 @@ def attach(
         ValueError: A size cannot be read.
     """
     if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
-        log.warning("%s is set: attach() does nothing", DISABLE_VARIABLE)
+        _say_disabled()
         return Tide(None, Ledger(), [], None)
     tide = _Attachment(model, plan, host, disk, blocks, min_bytes).run()
     _attached[model] = tide
     return tide
+
+
+@cache
+def _say_disabled() -> None:
+    """Warn once in a process, since scripts attach in loops and in many ranks."""
+    log.warning("%s is set: attach() does nothing", DISABLE_VARIABLE)
 
 
 class Tide:
@@ -202,10 +209,9 @@ class _Attachment:
         self._plan = plan
         self._host_cap = None if host is None else parse_bytes(host)
         self._disk_spec = None if disk is None else parse_path_and_cap(disk)
+        if min_bytes < 0:
+            raise ValueError(f"min_bytes is {min_bytes}; it must be 0 or more")
         self._min_bytes = min_bytes
-        self._ledger = Ledger()
-        self._disk: DiskStore | None = None
-        self._tide: weakref.ref[Tide] = weakref.ref(Tide(None, self._ledger, [], None))
         _refuse_attached(model)
         self._blocks = find_blocks(model, blocks)
         _refuse_compiled(model, self._blocks)
@@ -215,13 +221,22 @@ class _Attachment:
         self._check_tiers()
 
     def run(self) -> Tide:
+        ledger = Ledger()
         if isinstance(self._plan, str) and self._plan == "keep":
-            return Tide(None, self._ledger, [], None)
-        if self._disk_spec is not None:
-            self._disk = DiskStore(self._disk_spec.path, self._disk_spec.cap_bytes)
-        runtime = Runtime(self._model, self._blocks, self._make_plan, self._ledger)
-        tide = Tide(runtime, self._ledger, install(runtime), self._disk)
-        self._tide = weakref.ref(tide)
+            return Tide(None, ledger, [], None)
+        spec = self._disk_spec
+        store = None if spec is None else DiskStore(spec.path, spec.cap_bytes)
+        maker = _PlanMaker(
+            self._plan,
+            device=self._device,
+            host_cap_bytes=self._host_cap,
+            disk=store,
+            min_bytes=self._min_bytes,
+            ledger=ledger,
+        )
+        runtime = Runtime(self._model, self._blocks, maker.make_plan, ledger)
+        tide = Tide(runtime, ledger, install(runtime), store)
+        maker.tide = weakref.ref(tide)
         return tide
 
     def _check_plan(self) -> None:
@@ -233,9 +248,9 @@ class _Attachment:
                     f"{type(self._model).__name__} has {len(self._blocks)}. Name at most as many."
                 )
             return
-        foreign = [
-            n for n in self._plan.decisions if not any(n.startswith(b) for b in self._blocks)
-        ]
+        # An activation is named by its block's path, and a module in it or an operator.
+        starts = tuple(f"{path}{mark}" for path in self._blocks for mark in ".:")
+        foreign = [name for name in self._plan.decisions if not name.startswith(starts)]
         if foreign:
             raise PlanError(
                 f"plan {self._plan.name!r} was made for {self._plan.model}, and decides for "
@@ -244,6 +259,11 @@ class _Attachment:
             )
 
     def _check_tiers(self) -> None:
+        if isinstance(self._plan, Plan) and self._plan.disk_bytes and self._disk_spec is None:
+            raise MemoryTierError(
+                f"plan {self._plan.name!r} evicts {format_bytes(self._plan.disk_bytes)} to disk, "
+                "but no disk was given. Give one: attach(model, disk='/path/to/folder:20GiB')."
+            )
         if self._device.type == "cuda":
             return
         if self._host_cap is not None:
@@ -252,23 +272,51 @@ class _Attachment:
                 f"{self._device.type!r}: there, host memory is the device's own memory. "
                 "Leave host= out; use disk='FOLDER:SIZE' to move activations out of memory."
             )
-        if self._disk_spec is None and self._moves():
-            name = self._plan if isinstance(self._plan, str) else self._plan.name
+        if isinstance(self._plan, Plan) and self._plan.host_bytes:
             raise MemoryTierError(
-                f"plan {name!r} moves activations off the device, but the model is on "
+                f"plan {self._plan.name!r} evicts {format_bytes(self._plan.host_bytes)} to host "
+                f"memory, but the model is on {self._device.type!r}: there, that is the device's "
+                "own memory. Make the plan again on this device, with disk='FOLDER:SIZE'."
+            )
+        if self._disk_spec is None and self._moves():
+            raise MemoryTierError(
+                f"plan {self._plan!r} moves activations off the device, but the model is on "
                 f"{self._device.type!r} and has no other memory. Give a disk: "
                 "attach(model, disk='/path/to/folder:20GiB'), or use plan='recompute'."
             )
 
     def _moves(self) -> bool:
-        if isinstance(self._plan, str):
-            return parse_plan_name(self._plan).family not in (
-                PlanFamily.KEEP,
-                PlanFamily.RECOMPUTE,
-            )
-        return bool(self._plan.host_bytes or self._plan.disk_bytes)
+        if isinstance(self._plan, Plan):
+            return False  # what it moves was checked
+        return parse_plan_name(self._plan).family not in (PlanFamily.KEEP, PlanFamily.RECOMPUTE)
 
-    def _make_plan(self, workload: Workload) -> tuple[Plan, Traffic | None]:
+
+class _PlanMaker:
+    """Makes the plan and the tiers once the model was observed.
+
+    The runtime holds it, and the model holds the runtime, so it must not hold the model: the
+    table of attached models would then keep every model alive.
+    """
+
+    def __init__(
+        self,
+        plan: str | Plan,
+        *,
+        device: torch.device,
+        host_cap_bytes: int | None,
+        disk: DiskStore | None,
+        min_bytes: int,
+        ledger: Ledger,
+    ) -> None:
+        self.tide: weakref.ref[Tide] | None = None
+        self._plan = plan
+        self._device = device
+        self._host_cap = host_cap_bytes
+        self._disk = disk
+        self._min_bytes = min_bytes
+        self._ledger = ledger
+
+    def make_plan(self, workload: Workload) -> tuple[Plan, Traffic | None]:
         try:
             if isinstance(self._plan, Plan):
                 self._plan.check_fits(workload)
@@ -281,7 +329,7 @@ class _Attachment:
                     plan = spill_to_disk(plan, workload, self._host_cap)
             return plan, self._traffic(plan)
         except EbbtideError:
-            tide = self._tide()
+            tide = None if self.tide is None else self.tide()
             if tide is not None:
                 tide.close()  # the model is left as it was, and trains on
             raise
@@ -319,10 +367,10 @@ class _Attachment:
 
 
 def _refuse_attached(model: nn.Module) -> None:
-    for module in model.modules():
-        if module in _attached:
+    for other in _attached:
+        if any(m is other for m in model.modules()) or any(m is model for m in other.modules()):
             raise RuntimeStateError(
-                f"{type(module).__name__} is attached already; a model has one plan at a time. "
+                f"{type(other).__name__} is attached already; a model has one plan at a time. "
                 "Call close() on what attach() returned before."
             )
 

@@ -175,6 +175,7 @@ class Runtime:
             record.seal()
             if tape.is_checked and not has_failed:
                 self._check(state, record, tape)
+            tape.forget()
 
     def step_into(self, state: BlockState, path: str, is_leaf: bool) -> None:
         """Note that a module of a block starts; two blocks may share it."""
@@ -261,7 +262,6 @@ class Runtime:
                 node.name,
                 node.op or "code outside the block",
             )
-        tape.real.clear()
         state.is_checked, state.checked_plan = True, self.plan
 
     def _parameter_storages(self, state: BlockState, block: nn.Module) -> dict[int, Tensor]:

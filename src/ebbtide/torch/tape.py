@@ -105,6 +105,17 @@ class Tape(TorchDispatchMode):
         self._is_alike = bool(names)
         self._num_named: dict[str, int] = {}
 
+    def forget(self) -> None:
+        """Let go of all that was only needed during the forward.
+
+        Autograd holds the pack hook, and so this tape, as long as it holds a saved tensor.
+        """
+        self._by_storage.clear()
+        self._storages.clear()
+        self._parameters = {}
+        self.held_inputs.clear()
+        self.real.clear()
+
     # -- calls ---------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -292,13 +303,13 @@ class Tape(TorchDispatchMode):
         """Keep a node's storage for as long as its record needs it."""
         if node.kept is not None:
             return
-        if node.role is Role.INPUT or storage_key(tensor) == self._stream:
-            if self._copies_inputs:
-                self.held_inputs.append((alias_of(tensor), tensor._version))
-                with pause_dispatch():
-                    node.kept = _clone_storage(tensor)
-                node.version, node.is_copy = node.kept._version, True
-                return
+        is_input = node.role is Role.INPUT or storage_key(tensor) == self._stream
+        if is_input and self._copies_inputs:
+            self.held_inputs.append((alias_of(tensor), tensor._version))
+            with pause_dispatch():
+                node.kept = _clone_storage(tensor)
+            node.version, node.is_copy = node.kept._version, True
+            return
         node.kept, node.version = alias_of(tensor), tensor._version
 
     def _new_node(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 
 from torch import Tensor
@@ -21,10 +22,15 @@ class HostRegion:
     """One exact-size region of host memory, with the arena that divides it (design rule 7)."""
 
     def __init__(self, buffer: Tensor, unpin: Callable[[], None]) -> None:
-        """Take over `buffer`, a row of bytes; `unpin` is called once, by `close`."""
+        """Take over `buffer`, a row of bytes.
+
+        `unpin` is called once: by `close`, or when the region dies without, since pages must not
+        go back to the system while the driver may still copy to them.
+        """
         self.buffer = buffer
         self.arena = Arena(buffer.numel())
-        self._unpin = unpin
+        self._unpin = weakref.finalize(self, unpin)
+        self._unpin.atexit = False  # at the end of the process the driver does it
 
     def close(self) -> None:
         """Give the memory back to the system."""
