@@ -1,0 +1,298 @@
+"""One strategy's run, in a process of its own: `python -m ebbtide.compare.child TASK.json`.
+
+The parent reads three things: lines on stdout that say how far the run is, the row in the
+task's `result` file, and the exit status. A crash leaves no row, and its last words on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, assert_never
+
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from ebbtide.compare.gradients import (
+    Agreement,
+    choose_compared_steps,
+    compare_gradients,
+    write_gradients,
+)
+from ebbtide.compare.meter import (
+    AbstractMemoryMeter,
+    StepTimer,
+    StepTimes,
+    TransferCounter,
+    Transfers,
+    make_meter,
+    read_pinned_peak,
+)
+from ebbtide.compare.request import WARM_UP_STEPS
+from ebbtide.compare.results import Row, Status, write_row
+from ebbtide.compare.strategies import Applied, make_strategy
+from ebbtide.compare.task import (
+    ADAMW_LEARNING_RATE,
+    PROGRESS_PREFIX,
+    SGD_LEARNING_RATE,
+    Optimizer,
+    Task,
+    read_task,
+)
+from ebbtide.compare.workloads import load_model
+
+# Shapes: S steps, W held-out windows, B batch, T tokens.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """A model under its strategy, ready for steps."""
+
+    task: Task
+    device: torch.device
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    meter: AbstractMemoryMeter
+    applied: Applied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """What one optimizer step gave."""
+
+    times: StepTimes
+    loss: float
+    agreement: Agreement | None
+    """How the gradients compare with the reference's; `None` if they were not compared."""
+    transfers: Transfers
+    """What a peer moved; counted in the first step only."""
+
+
+def run_task(task: Task, say_step: Callable[[int], None]) -> Row:
+    """Train the task's model under its strategy and return what was measured.
+
+    Switches deterministic algorithms on for the whole process.
+
+    Args:
+        task: The run.
+        say_step: Called with each step's number, from 1, before the step.
+    """
+    device = torch.device(task.device)
+    make_deterministic()
+    tokens = load_file(task.tokens)
+    train_SBT = tokens["train"].view(-1, task.batch, task.context)
+    model = load_model(
+        task.source,
+        context=task.context,
+        dtype=getattr(torch, task.dtype),
+        device=device,
+        seed=task.seed,
+    )
+    perplexity_before = measure_perplexity(model, tokens["held_out"], device)
+    if device.type == "cuda":
+        # What evaluation took and freed must not count as the steps' reserved memory.
+        torch.cuda.empty_cache()
+    strategy = make_strategy(task.strategy, host=task.host, disk=task.disk)
+    with strategy.apply(model, device) as applied:
+        bench = Bench(
+            task=task,
+            device=device,
+            model=model,
+            optimizer=make_optimizer(model, task.optimizer),
+            meter=make_meter(device),
+            applied=applied,
+        )
+        records: list[StepRecord] = []
+        for step, ids_BT in enumerate(train_SBT, start=1):
+            say_step(step)
+            if step == WARM_UP_STEPS + 1:
+                bench.meter.reset()
+                if applied.tide:
+                    applied.tide.reset_statistics()
+            records.append(take_step(bench, ids_BT.to(device), step))
+        row = summarise_steps(bench, records)
+    return replace(
+        row,
+        perplexity_before=perplexity_before,
+        perplexity_after=measure_perplexity(model, tokens["held_out"], device),
+    )
+
+
+def measure_perplexity(
+    model: PreTrainedModel, held_out_WT: torch.Tensor, device: torch.device
+) -> float | None:
+    """Return the perplexity on the held-out windows, or `None` if it is not finite.
+
+    The model is in training mode afterwards.
+    """
+    model.eval()
+    with torch.no_grad():
+        losses = [
+            model(input_ids=window_BT, labels=window_BT).loss.double().item()
+            for window_BT in held_out_WT.to(device).split(1)
+        ]
+    model.train()
+    return _take_finite(torch.tensor(fmean(losses)).exp().item())
+
+
+def take_step(bench: Bench, ids_BT: torch.Tensor, step: int) -> StepRecord:
+    """Take one optimizer step, numbered from 1, and measure it.
+
+    The clock and the meter stand still while gradients are compared or written.
+    """
+    # Strategies may draw differently; each step starts from the same random state.
+    torch.manual_seed(bench.task.seed + step)
+    timer = StepTimer(bench.device)
+    counter = TransferCounter()
+    is_counting = step == 1 and bench.device.type == "cuda" and bench.applied.tide is None
+    with bench.meter.watch(), counter if is_counting else nullcontext():
+        timer.begin()
+        with bench.applied.forward():
+            loss = bench.model(input_ids=ids_BT, labels=ids_BT).loss
+        timer.end_forward()
+        loss.backward()
+        timer.pause()
+    agreement = _check_gradients(bench, step)
+    with bench.meter.watch():
+        timer.resume()
+        bench.optimizer.step()
+        bench.optimizer.zero_grad(set_to_none=True)
+        times = timer.finish()
+    return StepRecord(
+        times=times,
+        loss=loss.item(),
+        agreement=agreement,
+        transfers=counter.read(),
+    )
+
+
+def summarise_steps(bench: Bench, records: list[StepRecord]) -> Row:
+    """Make the row of a run whose steps are all done."""
+    counted = records[WARM_UP_STEPS:]
+    peak = bench.meter.read()
+    traffic = _read_traffic(bench, records[0].transfers, num_counted_steps=len(counted))
+    agreements = [record.agreement for record in records if record.agreement]
+    worst = next((agreement for agreement in agreements if not agreement.is_equal), None)
+    notes = [bench.applied.note] if bench.applied.note else []
+    if worst:
+        first_step = 1 + [record.agreement for record in records].index(worst)
+        notes.append(f"gradients differ first in step {first_step}, most in {worst.worst}")
+    if not all(math.isfinite(record.loss) for record in records):
+        notes.append("a loss is not finite")
+    return Row(
+        strategy=bench.task.strategy,
+        status=Status.OK,
+        step_ns=tuple(record.times.step_ns for record in counted),
+        forward_ns=tuple(record.times.forward_ns for record in counted),
+        peak_bytes=peak.peak_bytes,
+        reserved_bytes=peak.reserved_bytes,
+        moved_out_bytes=traffic.moved_out_bytes,
+        moved_in_bytes=traffic.moved_in_bytes,
+        host_bytes=traffic.host_bytes,
+        disk_bytes=traffic.disk_bytes,
+        loss=_take_finite(records[-1].loss),
+        grad_equal=worst is None if agreements else None,
+        grad_largest_difference=_take_finite(
+            max(agreement.largest_difference for agreement in agreements)
+        )
+        if agreements
+        else None,
+        note="; ".join(notes),
+    )
+
+
+def make_optimizer(model: torch.nn.Module, kind: Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer; fused, since an unfused step needs a copy of the gradients."""
+    match kind:
+        case Optimizer.ADAMW:
+            return torch.optim.AdamW(model.parameters(), lr=ADAMW_LEARNING_RATE, fused=True)
+        case Optimizer.SGD:
+            return torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE, fused=True)
+        case _:
+            assert_never(kind)
+
+
+def make_deterministic() -> None:
+    """Let the same step give the same bits, in this process from now on."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling every new tensor with NaN would be timed as if training did it.
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a device or the host had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # torch reports a failed host allocation as a plain RuntimeError.
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def main(task_path: Path) -> None:
+    """Run the task in the file, and write its row."""
+    transformers_logging.disable_progress_bar()
+    task = read_task(task_path)
+    try:
+        row = run_task(task, lambda step: print(f"{PROGRESS_PREFIX}{step}", flush=True))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        row = Row(strategy=task.strategy, status=Status.OOM, note=reason[0])
+    Path(task.result).write_text(json.dumps(write_row(row)), encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traffic:
+    """Bytes moved in one step, and the most that lay on each tier."""
+
+    moved_out_bytes: int
+    moved_in_bytes: int
+    host_bytes: int | None
+    disk_bytes: int
+
+
+def _read_traffic(bench: Bench, peer: Transfers, *, num_counted_steps: int) -> _Traffic:
+    tide = bench.applied.tide
+    if tide is None:
+        return _Traffic(
+            moved_out_bytes=peer.out_bytes,
+            moved_in_bytes=peer.in_bytes,
+            host_bytes=read_pinned_peak() if bench.device.type == "cuda" else 0,
+            disk_bytes=0,
+        )
+    statistics = tide.statistics()
+    return _Traffic(
+        moved_out_bytes=statistics.moved_out_bytes // num_counted_steps,
+        moved_in_bytes=statistics.moved_in_bytes // num_counted_steps,
+        host_bytes=tide.host_taken_bytes,
+        disk_bytes=statistics.disk.peak_held_bytes,
+    )
+
+
+def _check_gradients(bench: Bench, step: int) -> Agreement | None:
+    task = bench.task
+    num_steps = WARM_UP_STEPS + task.num_counted_steps
+    if task.gradients is None or step not in choose_compared_steps(num_steps, task.num_parameters):
+        return None
+    if task.is_reference:
+        write_gradients(bench.model, Path(task.gradients), step)
+        return None
+    return compare_gradients(bench.model, Path(task.gradients), step)
+
+
+def _take_finite(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,153 @@
+"""The command `ebbtide compare`: parse, run, print."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from ebbtide.compare.names import DEFAULT_STRATEGIES, EBBTIDE_PREFIX, parse_strategies
+from ebbtide.compare.request import CompareRequest, check_request, refuse_budget
+from ebbtide.compare.results import Comparison, Status
+from ebbtide.errors import ExitCode
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command `compare` to `app`."""
+    app.command("compare")(compare)
+
+
+def compare(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, or a folder or hub "
+            "name that transformers can read."
+        ),
+    ] = "smollm2",
+    layers: Annotated[
+        int | None, typer.Option(help="Blocks of llama-8b-shape. Default: 8.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens in a sequence. Default: 8192 on a GPU, 512 on a CPU."),
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 1,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Counted steps, after 2 warm-up steps. Default: 5 on a GPU, 1 on a CPU."),
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option(help="Names with commas between; one row each.")
+    ] = ",".join(DEFAULT_STRATEGIES),
+    budget: Annotated[
+        str | None, typer.Option(help="Not part of this version: name plans instead.")
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Most pinned host memory for ebbtide's plans, such as 64GiB."),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH:CAP",
+            help="Folder for ebbtide's plans and the most to hold there. Default: none on a "
+            "GPU, a temporary folder on a CPU.",
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="UTF-8 text to train on. Default: the King James Bible."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Also write results.md, results.json and memory-vs-step.png there."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random weights and of dropout.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Train one model under every strategy and put time, memory, loss and gradients in one table.
+
+    Each strategy runs in a process of its own, on the same weights and the same text. A strategy
+    that fails is a row, and the others still run. Exit status 1: no strategy finished, or a plan
+    of ebbtide failed or gave other gradients.
+    """
+    try:
+        refuse_budget(budget)
+        if out is not None and out.exists() and not out.is_dir():
+            raise ValueError(f"--out {out}: it is a file; give a folder")
+        request = CompareRequest(
+            model=model,
+            layers=layers,
+            context=context,
+            batch=batch,
+            steps=steps,
+            strategies=parse_strategies(strategies),
+            host=host,
+            disk=disk,
+            text=text,
+            device=device,
+            seed=seed,
+        )
+        check_request(request)
+    except ValueError as error:
+        _refuse(error)
+    _run(request, out=out, is_json=json)
+
+
+def has_failed(comparison: Comparison) -> bool:
+    """Whether the run as a whole failed; a peer's failure is only a row."""
+    ours = [row for row in comparison.rows if row.strategy.startswith(EBBTIDE_PREFIX)]
+    return all(row.status is not Status.OK for row in comparison.rows) or any(
+        row.status is Status.ERROR or row.grad_equal is False for row in ours
+    )
+
+
+def _run(request: CompareRequest, *, out: Path | None, is_json: bool) -> None:
+    # Imported here: torch and transformers take seconds, and --help or a typing error none.
+    from rich.console import Console
+
+    from ebbtide.compare.harness import run_comparison
+    from ebbtide.compare.prepare import choose_work_folder, prepare_setup
+    from ebbtide.compare.progress import ConsoleObserver
+    from ebbtide.compare.table import print_table, write_files, write_json
+    from ebbtide.compare.workloads import find_cache_folder
+
+    messages = Console(stderr=True)
+    cache = find_cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    base = choose_work_folder((Path(tempfile.gettempdir()), cache))
+    with tempfile.TemporaryDirectory(prefix="ebbtide-compare-", dir=base) as folder:
+        messages.print("preparing the model and the text", highlight=False)
+        try:
+            setup = prepare_setup(request, Path(folder))
+        except ValueError as error:
+            _refuse(error)
+        if request.disk is None and setup.disk is not None:
+            messages.print(
+                f"--disk was not given: activations go to {setup.facts.disk}, {setup.disk}",
+                highlight=False,
+                soft_wrap=True,
+            )
+        with ConsoleObserver(messages, len(request.strategies)) as observer:
+            comparison = run_comparison(setup, observer)
+    if is_json:
+        print(write_json(comparison))
+    else:
+        print_table(comparison, Console())
+    for path in write_files(comparison, out) if out is not None else ():
+        messages.print(f"wrote {path}", highlight=False, soft_wrap=True)
+    if has_failed(comparison):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _refuse(error: ValueError) -> NoReturn:
+    typer.echo(f"ebbtide compare: {error}", err=True)
+    raise typer.Exit(ExitCode.MISUSE) from error

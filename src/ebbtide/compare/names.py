@@ -1,0 +1,62 @@
+"""The names of strategies: what `--strategies` takes, and what each row is called."""
+
+from __future__ import annotations
+
+from ebbtide.errors import PlanError
+from ebbtide.naming import unknown_name_message
+from ebbtide.planner import NAMED_PLANS, parse_plan_name
+
+EBBTIDE_PREFIX = "ebbtide:"
+PEERS = ("keep", "checkpoint", "checkpoint-offload", "save-on-cpu", "trl")
+
+DEFAULT_STRATEGIES = (
+    *PEERS,
+    "ebbtide:recompute",
+    "ebbtide:offload-inputs",
+    "ebbtide:offload",
+    "ebbtide:balanced",
+    "ebbtide:offload-last:4",
+)
+
+# A run that fits can stand in for `keep` as the reference of gradients, in this order.
+REFERENCE_STRATEGIES = ("keep", "checkpoint")
+
+
+def parse_strategies(listed: str) -> tuple[str, ...]:
+    """Return the canonical names in a comma-separated list, in its order.
+
+    A plan's name works without `ebbtide:`, but for `keep`, which is the peer.
+
+    Raises:
+        ValueError: The list is empty, or a name is unknown or given twice.
+    """
+    names = tuple(_parse_name(part.strip()) for part in listed.split(",") if part.strip())
+    if not names:
+        raise ValueError(
+            f"--strategies {listed!r} names no strategy; give names with commas between, such as "
+            "--strategies keep,checkpoint,ebbtide:balanced"
+        )
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise ValueError(f"--strategies names {twice} twice; each strategy makes one row")
+    return names
+
+
+def order_runs(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the order to run in: whatever can be the gradients' reference comes first."""
+    first = tuple(name for name in REFERENCE_STRATEGIES if name in names)
+    return first + tuple(name for name in names if name not in first)
+
+
+def _parse_name(name: str) -> str:
+    if name in PEERS:
+        return name
+    try:
+        parse_plan_name(name.removeprefix(EBBTIDE_PREFIX))
+    except PlanError as error:
+        family = name.removeprefix(EBBTIDE_PREFIX).partition(":")[0]
+        if f"{family}:K" in NAMED_PLANS:
+            raise ValueError(f"--strategies {name}: {error}") from error
+        valid = (*PEERS, *(EBBTIDE_PREFIX + plan for plan in NAMED_PLANS))
+        raise ValueError(unknown_name_message("strategy", name, valid)) from error
+    return EBBTIDE_PREFIX + name.removeprefix(EBBTIDE_PREFIX)

@@ -1,0 +1,109 @@
+"""What one run was asked to do, and the checks that need no framework."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbtide.units import parse_bytes, parse_path_and_cap
+
+# The first step under one of ebbtide's plans observes and the second is checked bit for bit.
+# Every strategy takes the same number of optimizer steps, so all of them warm up for two.
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompareRequest:
+    """The arguments of `ebbtide compare`, as given."""
+
+    model: str
+    """`smollm2`, `gpt2`, `llama-8b-shape`, a folder, or a name on the hub."""
+    layers: int | None
+    """Blocks of `llama-8b-shape`; `None` for its default."""
+    context: int | None
+    """Tokens in a sequence; `None` for the device's default."""
+    batch: int
+    """Sequences in a step."""
+    steps: int | None
+    """Counted steps; `None` for the device's default. Cost: one step's time each."""
+    strategies: tuple[str, ...]
+    """Canonical names, one row each."""
+    host: str | None
+    """Most pinned host memory for ebbtide's plans; `None` for their default."""
+    disk: str | None
+    """`PATH:CAP` for ebbtide's plans; `None` for no disk (on a CPU: a temporary folder)."""
+    text: Path | None
+    """UTF-8 file to train on; `None` for the packaged text."""
+    device: str | None
+    """`cpu`, `cuda` or `cuda:N`; `None` for a GPU where there is one."""
+    seed: int
+    """Seed of random weights and of dropout."""
+
+
+def refuse_budget(budget: str | None) -> None:
+    """Refuse a budget, which nothing here could honour.
+
+    Raises:
+        ValueError: A budget was given.
+    """
+    if budget is not None:
+        raise ValueError(
+            f"--budget {budget}: the planner that turns a budget into a plan is not part of this "
+            "version; leave --budget out and compare named plans, such as "
+            "--strategies keep,ebbtide:balanced"
+        )
+
+
+def check_request(request: CompareRequest) -> None:
+    """Check what can be checked before the model is known.
+
+    Raises:
+        ValueError: An argument is malformed or out of range; the message says which.
+    """
+    _check_at_least("--layers", request.layers, 1)
+    _check_at_least("--context", request.context, 2)
+    _check_at_least("--batch", request.batch, 1)
+    _check_at_least("--steps", request.steps, 1)
+    _check_at_least("--seed", request.seed, 0)
+    if request.host is not None:
+        _check_size("--host", request.host)
+    if request.disk is not None:
+        _check_disk(request.disk)
+    if request.text is not None and not request.text.is_file():
+        raise ValueError(f"--text {request.text}: there is no such file; give an existing one")
+
+
+def write_command(request: CompareRequest, *, context: int, steps: int, device: str) -> str:
+    """Return the command line that makes the same run again, with defaults spelled out."""
+    arguments = ["ebbtide", "compare", "--model", request.model]
+    arguments += [] if request.layers is None else ["--layers", str(request.layers)]
+    arguments += ["--context", str(context), "--batch", str(request.batch)]
+    arguments += ["--steps", str(steps), "--strategies", ",".join(request.strategies)]
+    arguments += [] if request.host is None else ["--host", request.host]
+    arguments += [] if request.disk is None else ["--disk", request.disk]
+    arguments += [] if request.text is None else ["--text", str(request.text)]
+    return shlex.join([*arguments, "--device", device, "--seed", str(request.seed)])
+
+
+def _check_at_least(option: str, given: int | None, least: int) -> None:
+    if given is not None and given < least:
+        raise ValueError(f"{option} {given}: it must be {least} or more; give a larger number")
+
+
+def _check_size(option: str, given: str) -> None:
+    try:
+        parse_bytes(given)
+    except ValueError as error:
+        raise ValueError(f"{option} {given}: {error}") from error
+
+
+def _check_disk(given: str) -> None:
+    try:
+        folder = Path(parse_path_and_cap(given).path)
+    except ValueError as error:
+        raise ValueError(f"--disk {given}: {error}") from error
+    if not folder.is_dir():
+        raise ValueError(
+            f"--disk {given}: {folder} is not a folder; give an existing one, as PATH:CAP"
+        )

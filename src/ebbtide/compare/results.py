@@ -1,0 +1,179 @@
+"""What a comparison measured: one row a strategy, and the facts the rows share."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from statistics import median
+from typing import Any
+
+BYTES_PER_GIB = 1 << 30
+NS_PER_MS = 1_000_000
+
+
+class Status(StrEnum):
+    """How a strategy's run ended."""
+
+    OK = "ok"
+    OOM = "OOM"
+    ERROR = "error"
+    NOT_INSTALLED = "not installed"
+    NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One strategy's measurements. `None` means that there is nothing to report, never zero."""
+
+    strategy: str
+    """The name as in `--strategies`."""
+    status: Status
+    """How the run ended; every measurement is `None` unless it is `OK`."""
+    step_ns: tuple[int, ...] = ()
+    """Each counted step's forward, loss, backward and optimizer step together."""
+    forward_ns: tuple[int, ...] = ()
+    """Each counted step's forward and loss."""
+    peak_bytes: int | None = None
+    """Peak memory over the counted steps; the facts' `memory_meaning` says of what."""
+    reserved_bytes: int | None = None
+    """What the allocator held at its peak, use and beyond."""
+    moved_out_bytes: int | None = None
+    """Bytes copied out of device memory in one step."""
+    moved_in_bytes: int | None = None
+    """Bytes copied back into device memory in one step."""
+    host_bytes: int | None = None
+    """Host memory that held activations, at its peak."""
+    disk_bytes: int | None = None
+    """Disk space that held activations, at its peak."""
+    loss: float | None = None
+    """Training loss of the last step."""
+    perplexity_before: float | None = None
+    """Perplexity on the held-out text before the first step."""
+    perplexity_after: float | None = None
+    """Perplexity on the held-out text after the last step."""
+    grad_equal: bool | None = None
+    """Whether every compared gradient has the reference's bits; `None` without a reference."""
+    grad_largest_difference: float | None = None
+    """Largest absolute difference from the reference; `None` also if a gradient is not finite."""
+    note: str = ""
+    """What a reader must know about this row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What every row of a comparison shares."""
+
+    model: str
+    """Which model, and where its weights come from."""
+    parameters: int
+    """Number of trained parameters, tied ones counted once."""
+    context: int
+    """Tokens in one sequence."""
+    batch: int
+    """Sequences in one step."""
+    device: str
+    """The device and its name."""
+    dtype: str
+    """Type of weights, gradients and activations."""
+    versions: dict[str, str]
+    """Version of Python and of each package that matters."""
+    memory_meaning: str
+    """What `peak_gib` and `reserved_gib` count."""
+    command: str
+    """The command that makes these numbers again."""
+    date: str
+    """When the run started, UTC."""
+    steps: int
+    """Counted steps behind each median."""
+    warm_up_steps: int
+    """Optimizer steps taken before the counted ones."""
+    optimizer: str
+    """Which optimizer, with its learning rate."""
+    seed: int
+    """Seed of random weights and of dropout."""
+    text: str
+    """Where the training and held-out text come from."""
+    tokenizer: str
+    """How text became token ids."""
+    held_out_tokens: int
+    """Tokens behind each perplexity."""
+    state_bytes: int
+    """Weights, gradients and optimizer state: part of every peak, whatever the strategy."""
+    logits_bytes: int
+    """One copy of the logits; the loss holds several, which no strategy here avoids."""
+    gradient_reference: str | None
+    """The strategy whose gradients the others are compared with."""
+    disk: str
+    """Where ebbtide's plans put what they evict to disk; empty if they had no disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A finished comparison."""
+
+    facts: Facts
+    rows: tuple[Row, ...]
+
+
+def read_row(record: dict[str, Any]) -> Row:
+    """Build a row from `write_row`'s record."""
+    known = {field.name: record[field.name] for field in fields(Row)}
+    known["status"] = Status(known["status"])
+    known["step_ns"] = tuple(known["step_ns"])
+    known["forward_ns"] = tuple(known["forward_ns"])
+    return Row(**known)
+
+
+def write_row(row: Row) -> dict[str, Any]:
+    """Return the row as JSON values, in bytes and ns."""
+    return asdict(row)
+
+
+def take_median(values_ns: tuple[int, ...]) -> int | None:
+    """Return the median in ns; `None` of nothing."""
+    return round(median(values_ns)) if values_ns else None
+
+
+def to_gib(size_bytes: int | None) -> float | None:
+    """Convert to GiB, to six decimals (1 KiB)."""
+    return None if size_bytes is None else round(size_bytes / BYTES_PER_GIB, 6)
+
+
+def to_ms(time_ns: int | None) -> float | None:
+    """Convert to ms, to three decimals."""
+    return None if time_ns is None else round(time_ns / NS_PER_MS, 3)
+
+
+def describe_row(row: Row) -> dict[str, Any]:
+    """Return one entry of the published `rows`."""
+    return {
+        "strategy": row.strategy,
+        "status": row.status.value,
+        "step_ms": to_ms(take_median(row.step_ns)),
+        "forward_ms": to_ms(take_median(row.forward_ns)),
+        "peak_gib": to_gib(row.peak_bytes),
+        "reserved_gib": to_gib(row.reserved_bytes),
+        "moved_out_gib": to_gib(row.moved_out_bytes),
+        "moved_in_gib": to_gib(row.moved_in_bytes),
+        "host_gib": to_gib(row.host_bytes),
+        "disk_gib": to_gib(row.disk_bytes),
+        "loss": row.loss,
+        "perplexity_before": row.perplexity_before,
+        "perplexity_after": row.perplexity_after,
+        "grad_equal": row.grad_equal,
+        "grad_largest_difference": row.grad_largest_difference,
+        "note": row.note,
+    }
+
+
+def describe_comparison(comparison: Comparison) -> dict[str, Any]:
+    """Return the published JSON object: the facts, `step_ms_ranges` and `rows`."""
+    facts = asdict(comparison.facts)
+    facts["state_gib"] = to_gib(facts.pop("state_bytes"))
+    facts["logits_gib"] = to_gib(facts.pop("logits_bytes"))
+    facts["step_ms_ranges"] = {
+        row.strategy: [to_ms(min(row.step_ns)), to_ms(max(row.step_ns))]
+        for row in comparison.rows
+        if row.step_ns
+    }
+    return {**facts, "rows": [describe_row(row) for row in comparison.rows]}

@@ -1,0 +1,206 @@
+"""Show a comparison: a table for the terminal, a page, a JSON object and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from ebbtide.compare.plot import draw_memory_against_time
+from ebbtide.compare.results import (
+    Comparison,
+    Facts,
+    Row,
+    describe_comparison,
+    take_median,
+    to_gib,
+    to_ms,
+)
+
+NOTHING = "-"
+# No table is wider; only a bound for measuring it.
+MAX_WIDTH = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of the printed table."""
+
+    title: str
+    cells: tuple[str, ...]
+
+
+def list_columns(comparison: Comparison) -> tuple[Column, ...]:
+    """Return the columns in which at least one row has something to say."""
+    reference = comparison.facts.gradient_reference
+    writers: tuple[tuple[str, Callable[[Row], str]], ...] = (
+        ("strategy", lambda row: row.strategy),
+        ("status", lambda row: row.status.value),
+        ("step ms", lambda row: _write_number(to_ms(take_median(row.step_ns)), ".1f")),
+        ("forward ms", lambda row: _write_number(to_ms(take_median(row.forward_ns)), ".1f")),
+        ("peak GiB", lambda row: _write_number(to_gib(row.peak_bytes), ".2f")),
+        ("reserved GiB", lambda row: _write_number(to_gib(row.reserved_bytes), ".2f")),
+        ("out GiB", lambda row: _write_number(to_gib(row.moved_out_bytes), ".2f")),
+        ("in GiB", lambda row: _write_number(to_gib(row.moved_in_bytes), ".2f")),
+        ("host GiB", lambda row: _write_number(to_gib(row.host_bytes), ".2f")),
+        ("disk GiB", lambda row: _write_number(to_gib(row.disk_bytes), ".2f")),
+        ("loss", lambda row: _write_number(row.loss, ".4f")),
+        ("perplexity before", lambda row: _write_number(row.perplexity_before, ".2f")),
+        ("after", lambda row: _write_number(row.perplexity_after, ".2f")),
+        ("gradients", lambda row: _write_gradients(row, reference)),
+    )
+    columns = (
+        Column(title=title, cells=tuple(write(row) for row in comparison.rows))
+        for title, write in writers
+    )
+    return tuple(column for column in columns if set(column.cells) != {NOTHING})
+
+
+def print_table(comparison: Comparison, console: Console) -> None:
+    """Print the table, what its columns mean, and the rows' notes.
+
+    The table is never cut to the console's width: a pipe gets it whole.
+    """
+    columns = list_columns(comparison)
+    table = Table(title=_write_title(comparison.facts), title_justify="left")
+    for column in columns:
+        is_text = column.title in ("strategy", "status", "gradients")
+        table.add_column(column.title, justify="left" if is_text else "right", no_wrap=True)
+    for cells in zip(*(column.cells for column in columns), strict=True):
+        table.add_row(*cells)
+    unbounded = console.options.update(max_width=MAX_WIDTH)
+    width = Measurement.get(console, unbounded, table).maximum
+    Console(file=console.file, width=width).print(table)
+    for line in (*list_meanings(comparison), *list_notes(comparison)):
+        console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+def write_json(comparison: Comparison) -> str:
+    """Return the published JSON object as text."""
+    return json.dumps(describe_comparison(comparison), indent=2, allow_nan=False)
+
+
+def write_files(comparison: Comparison, folder: Path) -> tuple[Path, ...]:
+    """Write `results.md`, `results.json` and `memory-vs-step.png` into `folder`.
+
+    The picture is left out when no strategy finished. Files of these names are replaced.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    page, record = folder / "results.md", folder / "results.json"
+    page.write_text(write_page(comparison), encoding="utf-8")
+    record.write_text(write_json(comparison) + "\n", encoding="utf-8")
+    picture = draw_memory_against_time(comparison, folder / "memory-vs-step.png")
+    return (page, record) if picture is None else (page, record, picture)
+
+
+def write_page(comparison: Comparison) -> str:
+    """Return the results as a Markdown page that needs no other explanation."""
+    facts = comparison.facts
+    columns = list_columns(comparison)
+    lines = [
+        "# One model, every strategy",
+        "",
+        f"{_write_title(facts)}. One training step is forward, loss, backward and optimizer step.",
+        "",
+        _write_cells(column.title for column in columns),
+        _write_cells("---" for _ in columns),
+        *(_write_cells(cells) for cells in zip(*(c.cells for c in columns), strict=True)),
+        "",
+        "## What the columns mean",
+        "",
+        *(f"- {line}" for line in list_meanings(comparison)),
+    ]
+    notes = list_notes(comparison)
+    if notes:
+        lines += ["", "## Notes", "", *(f"- {note}" for note in notes)]
+    lines += ["", "## The run", "", "| fact | value |", "| --- | --- |"]
+    lines += [_write_cells(pair) for pair in _list_facts(facts)]
+    lines += ["", "The same numbers again:", "", f"    {facts.command}", ""]
+    return "\n".join(lines)
+
+
+def list_meanings(comparison: Comparison) -> tuple[str, ...]:
+    """Return one sentence for each thing in the table that a name cannot say."""
+    facts = comparison.facts
+    steps = "1 step" if facts.steps == 1 else f"median of {facts.steps} steps"
+    meanings = [
+        f"step and forward: {steps} after {facts.warm_up_steps} warm-up steps, with deterministic "
+        f"algorithms; the optimizer is {facts.optimizer}.",
+        f"memory: {facts.memory_meaning}. {to_gib(facts.state_bytes):.2f} GiB of every peak are "
+        "weights, gradients and optimizer state, and one copy of the logits is "
+        f"{to_gib(facts.logits_bytes):.2f} GiB; the loss holds several copies, which none of "
+        "these strategies avoids.",
+        "out and in: bytes moved out of device memory and back in one step; host and disk: the "
+        "most that was held there" + (f" (disk: {facts.disk})." if facts.disk else "."),
+        f"perplexity: on {facts.held_out_tokens} held-out tokens before and after all "
+        f"{facts.warm_up_steps + facts.steps} steps; loss: of the last step.",
+    ]
+    if facts.gradient_reference:
+        meanings.append(
+            f"gradients: compared with those of {facts.gradient_reference}, bit for bit; a number "
+            "is the largest absolute difference."
+        )
+    return tuple(meanings)
+
+
+def list_notes(comparison: Comparison) -> tuple[str, ...]:
+    """Return the rows' notes, each with its strategy, and how far timings spread."""
+    notes = [f"{row.strategy}: {row.note}" for row in comparison.rows if row.note]
+    spreads = [
+        f"{row.strategy} {min(row.step_ns) / 1e6:.1f} to {max(row.step_ns) / 1e6:.1f}"
+        for row in comparison.rows
+        if len(row.step_ns) > 1
+    ]
+    if spreads:
+        notes.append(f"range of step ms: {', '.join(spreads)}")
+    return tuple(notes)
+
+
+def _write_title(facts: Facts) -> str:
+    return (
+        f"{facts.model}: {facts.parameters / 1e6:,.1f} M parameters, {facts.dtype}, batch "
+        f"{facts.batch}, {facts.context} tokens, {facts.device}"
+    )
+
+
+def _list_facts(facts: Facts) -> tuple[tuple[str, str], ...]:
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    return (
+        ("model", facts.model),
+        ("parameters", f"{facts.parameters:,}"),
+        ("context", f"{facts.context} tokens"),
+        ("batch", str(facts.batch)),
+        ("dtype", facts.dtype),
+        ("optimizer", facts.optimizer),
+        ("steps", f"{facts.warm_up_steps} warm-up, {facts.steps} counted"),
+        ("text", facts.text),
+        ("tokenizer", facts.tokenizer),
+        ("seed", str(facts.seed)),
+        ("device", facts.device),
+        ("disk", facts.disk or NOTHING),
+        ("versions", versions),
+        ("date", facts.date),
+    )
+
+
+def _write_number(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def _write_gradients(row: Row, reference: str | None) -> str:
+    if row.strategy == reference:
+        return "reference"
+    if row.grad_equal is None:
+        return NOTHING
+    if row.grad_equal:
+        return "equal"
+    return f"differ: {_write_number(row.grad_largest_difference, '.1e')}"
+
+
+def _write_cells(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
