@@ -1,11 +1,15 @@
 """Marks every test of this folder `gpu`, and skips them all without a CUDA GPU."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
 
 _HERE = Path(__file__).parent
+
+# cuBLAS repeats its bits only with a workspace of its own, and reads this when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -135,16 +135,18 @@ def list_meanings(comparison: Comparison) -> tuple[str, ...]:
         "weights, gradients and optimizer state, and one copy of the logits is "
         f"{to_gib(facts.logits_bytes):.2f} GiB; the loss holds several copies, which none of "
         "these strategies avoids.",
-        "out and in: bytes moved out of device memory and back in one step; host and disk: the "
-        "most that was held there" + (f" (disk: {facts.disk})." if facts.disk else "."),
+        "out and in: bytes moved out of device memory and back in one step; host: the most pinned "
+        "host memory that was taken; disk: the most bytes that were held there"
+        + (f", in {facts.disk}." if facts.disk else "."),
         f"perplexity: on {facts.held_out_tokens} held-out tokens before and after all "
         f"{facts.warm_up_steps + facts.steps} steps; loss: of the last step.",
     ]
-    if facts.gradient_reference:
-        meanings.append(
-            f"gradients: compared with those of {facts.gradient_reference}, bit for bit; a number "
-            "is the largest absolute difference."
-        )
+    meanings.append(
+        f"gradients: compared with those of {facts.gradient_reference}, bit for bit; a number is "
+        "the largest absolute difference."
+        if facts.gradient_reference
+        else "gradients: not compared, since no run of keep or checkpoint finished."
+    )
     return tuple(meanings)
 
 

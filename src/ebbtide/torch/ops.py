@@ -33,9 +33,7 @@ ATTENTIONS: Final = {
 }
 """Fused attention kernels, and the argument that makes them random."""
 
-NORMS: Final = frozenset(
-    {"native_layer_norm", "native_group_norm", "_fused_rms_norm", "_fused_rms_norm_composite"}
-)
+NORMS: Final = frozenset({"native_layer_norm", "native_group_norm", "_fused_rms_norm"})
 """Fused norms with no running statistics."""
 
 CHEAP: Final = frozenset(
@@ -53,7 +51,7 @@ CHEAP: Final = frozenset(
     rsub scalar_tensor sgn sigmoid sign silu sin sinc sinh softmax softplus softshrink
     split_with_sizes_copy sqrt square stack std sub sum tan tanh threshold tril triu trunc
     upsample_nearest1d upsample_nearest2d var var_mean where xlogy zeros zeros_like _log_softmax
-    _softmax _to_copy
+    _safe_softmax _softmax _to_copy
     """.split()  # noqa: SIM905
 )
 """Elementwise chains, reductions, gathers and copies: pure, and nearly free to run again.

@@ -1,0 +1,51 @@
+import pytest
+
+from ebbtide.compare.names import DEFAULT_STRATEGIES, PEERS, order_runs, parse_strategies
+
+
+def test_canonical_names_are_kept_in_order() -> None:
+    assert parse_strategies("trl, keep,ebbtide:balanced") == ("trl", "keep", "ebbtide:balanced")
+
+
+def test_the_defaults_are_canonical() -> None:
+    assert parse_strategies(",".join(DEFAULT_STRATEGIES)) == DEFAULT_STRATEGIES
+
+
+def test_a_plan_needs_no_prefix_but_for_keep() -> None:
+    assert parse_strategies("keep,recompute,offload-last:4,ebbtide:keep") == (
+        "keep",
+        "ebbtide:recompute",
+        "ebbtide:offload-last:4",
+        "ebbtide:keep",
+    )
+
+
+def test_a_mistyped_name_lists_the_valid_ones_nearest_first() -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_strategies("keep,chekpoint")
+    assert str(caught.value).startswith(
+        "unknown strategy 'chekpoint'; valid names, nearest first: checkpoint, checkpoint-offload,"
+    )
+    assert all(name in str(caught.value) for name in (*PEERS, "ebbtide:offload-last:K"))
+
+
+@pytest.mark.parametrize("name", ["offload-last:0", "ebbtide:offload-last:many", "offload-last"])
+def test_a_malformed_block_count_says_the_rule(name: str) -> None:
+    with pytest.raises(ValueError, match="whole number of 1 or more"):
+        parse_strategies(name)
+
+
+def test_an_empty_list_is_refused() -> None:
+    with pytest.raises(ValueError, match="names no strategy"):
+        parse_strategies(" , ")
+
+
+def test_one_strategy_makes_one_row() -> None:
+    with pytest.raises(ValueError, match="names ebbtide:balanced twice"):
+        parse_strategies("balanced,ebbtide:balanced")
+
+
+def test_what_can_be_the_reference_runs_first() -> None:
+    names = ("trl", "checkpoint", "ebbtide:balanced", "keep")
+    assert order_runs(names) == ("keep", "checkpoint", "trl", "ebbtide:balanced")
+    assert order_runs(("trl", "save-on-cpu")) == ("trl", "save-on-cpu")

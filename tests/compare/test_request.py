@@ -1,0 +1,62 @@
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ebbtide.compare.request import CompareRequest, check_request, refuse_budget, write_command
+
+GOOD = CompareRequest(
+    model="smollm2",
+    layers=None,
+    context=None,
+    batch=1,
+    steps=None,
+    strategies=("keep", "ebbtide:balanced"),
+    host=None,
+    disk=None,
+    text=None,
+    device=None,
+    seed=0,
+)
+
+
+def test_a_good_request_passes(tmp_path: Path) -> None:
+    check_request(GOOD)
+    check_request(replace(GOOD, host="64GiB", disk=f"{tmp_path}:1GiB", context=2, layers=1))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (replace(GOOD, batch=0), "--batch 0: it must be 1 or more"),
+        (replace(GOOD, steps=0), "--steps 0: it must be 1 or more"),
+        (replace(GOOD, context=1), "--context 1: it must be 2 or more"),
+        (replace(GOOD, layers=-3), "--layers -3: it must be 1 or more"),
+        (replace(GOOD, seed=-1), "--seed -1: it must be 0 or more"),
+        (replace(GOOD, host="lots"), "--host lots: cannot read 'lots' as a size"),
+        (replace(GOOD, disk="/scratch"), "--disk /scratch: disk '/scratch' has no cap"),
+        (replace(GOOD, disk="/no/such:1GiB"), "--disk /no/such:1GiB: /no/such is not a folder"),
+        (replace(GOOD, text=Path("no.txt")), "--text no.txt: there is no such file"),
+    ],
+)
+def test_a_bad_argument_is_named_with_its_rule(bad: CompareRequest, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_request(bad)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_budget_is_refused_and_its_absence_is_not() -> None:
+    refuse_budget(None)
+    with pytest.raises(ValueError, match=r"--budget 40GiB: .*not part of this version"):
+        refuse_budget("40GiB")
+
+
+def test_the_command_spells_out_every_default() -> None:
+    request = replace(GOOD, text=Path("my text.txt"), disk="/tmp:1GiB")
+    command = write_command(request, context=512, steps=1, device="cpu")
+    assert shlex.split(command) == [
+        *("ebbtide", "compare", "--model", "smollm2", "--context", "512", "--batch", "1"),
+        *("--steps", "1", "--strategies", "keep,ebbtide:balanced", "--disk", "/tmp:1GiB"),
+        *("--text", "my text.txt", "--device", "cpu", "--seed", "0"),
+    ]

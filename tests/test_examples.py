@@ -1,0 +1,48 @@
+"""The example runs, and trains as it does without ebbtide."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "train_gpt2.py"
+
+
+def run_tiny(**environment: str) -> str:
+    """Run the example with its tiny model on the CPU; return what it printed."""
+    finished = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--tiny", "--steps", "4"],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "CUDA_VISIBLE_DEVICES": "",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def losses(printed: str) -> list[str]:
+    return re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_example_moves_activations_and_has_the_losses_of_plain_training() -> None:
+    printed, plain = run_tiny(), run_tiny(EBBTIDE_DISABLE="1")
+    assert len(losses(printed)) == 4
+    assert losses(printed) == losses(plain)
+    assert float(losses(printed)[-1]) < float(losses(printed)[0])
+    assert re.search(r"plan balanced: \d+ keep, \d+ disk, \d+ recompute", printed)
+    assert re.search(r"moved out [1-9]\S* MiB, in [1-9]\S* MiB", printed)
+    assert "ebbtide keeps everything: no hook is installed" in plain

@@ -1,0 +1,61 @@
+"""What a tape holds while a block runs, and what it lets go of afterwards."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.torch import attach
+from ebbtide.torch.identity import StorageRef
+
+
+class Casting(nn.Module):
+    """Begins with a cast, so that autograd saves nothing of the block's input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16, dtype=torch.float32)
+
+    def forward(self, h_BD: Tensor) -> Tensor:
+        return torch.tanh(self.linear(h_BD.float())).to(torch.bfloat16) + h_BD
+
+
+def test_an_observed_forward_holds_each_block_input_once() -> None:
+    """The original dies with the model's last use of it; only the copy for recipes is left."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Casting() for _ in range(4)])
+    inputs: list[StorageRef] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        inputs.append(StorageRef(args[0].untyped_storage()))
+
+    for block in model:
+        block.register_forward_pre_hook(note)
+    with attach(model, "recompute"):
+        out = model(torch.randn(2, 16, dtype=torch.bfloat16, requires_grad=True).clone())
+        alive = [not ref.expired() for ref in inputs]
+        # The last block's input is watched until backward starts; see `Runtime._note_writes`.
+        assert alive == [False, False, False, True]
+        out.float().sum().backward()
+        assert inputs[-1].expired()
+
+
+def test_a_root_that_no_recipe_needs_is_let_go_at_the_end_of_its_block() -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, h_BD: Tensor) -> Tensor:
+            # The random values are a root of the sum, but nothing saves the sum.
+            noise_BD = torch.rand_like(h_BD)
+            refs.append(StorageRef(noise_BD.untyped_storage()))
+            return self.linear(h_BD) + (noise_BD + 1.0)
+
+    refs: list[StorageRef] = []
+    torch.manual_seed(0)
+    model = nn.Sequential(Dropping(), Dropping())
+    with attach(model, "recompute"):
+        out = model(torch.randn(2, 16))
+        assert [ref.expired() for ref in refs] == [True, True]
+        out.sum().backward()
