@@ -23,6 +23,8 @@ def run_tiny(**environment: str) -> str:
             **os.environ,
             "PYTHONPATH": str(ROOT / "src"),
             "CUDA_VISIBLE_DEVICES": "",
+            # Threads that spin while they wait would take the cores of other tests.
+            "OMP_WAIT_POLICY": "passive",
             **environment,
         },
         capture_output=True,

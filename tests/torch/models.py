@@ -326,7 +326,7 @@ class Numbers(nn.Module):
 
     def forward(self, h_BTD: Tensor) -> Tensor:
         x_BTD = self.first(h_BTD)
-        exact_BTD = (x_BTD.double().sin() * x_BTD.double()).cumsum(1).float()
+        exact_BTD = (x_BTD.double().sin() * x_BTD.double()).flip(1).float()
         pairs = torch.view_as_complex(exact_BTD.unflatten(-1, (-1, 2)))
         turned = (pairs * torch.polar(pairs.abs(), pairs.real)).conj() * pairs
         spectrum = torch.fft.rfft(turned.imag.contiguous(), dim=1)
@@ -447,16 +447,16 @@ class ResidualStack(nn.Module):
 
 
 class Failing(nn.Module):
-    """Fails in the middle of its forward when told to."""
+    """Raises `error` in the middle of its forward, if it is given one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = Gated()
         self.second = Gated()
-        self.is_failing = False
+        self.error: BaseException | None = None
 
     def forward(self, h_BTD: Tensor) -> Tensor:
         h_BTD = self.first(h_BTD)
-        if self.is_failing:
-            raise ArithmeticError("told to fail")
+        if self.error is not None:
+            raise self.error
         return self.second(h_BTD)

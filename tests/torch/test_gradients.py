@@ -174,13 +174,17 @@ def test_shapes_may_change_from_step_to_step(plan: str, tmp_path: Path) -> None:
     assert differences(trace, train(seeded(models.llama), changing_step, num_steps=5)) == []
 
 
+def fail_in_the_middle(model: nn.Module, error: BaseException) -> None:
+    middle: Any = model.get_submodule("blocks.1")
+    middle.error = error
+    with pytest.raises(type(error)):
+        model(features())
+    middle.error = None
+
+
 def failing_step(model: nn.Module, index: int) -> Tensor:
     """Fail in the middle block first, in every step; then train as usual."""
-    middle: Any = model.get_submodule("blocks.1")
-    middle.is_failing = True
-    with pytest.raises(ArithmeticError, match="told to fail"):
-        model(features())
-    middle.is_failing = False
+    fail_in_the_middle(model, ArithmeticError("told to fail"))
     return feature_step(model, index)
 
 
@@ -193,6 +197,38 @@ def test_a_forward_that_fails_leaves_nothing_behind(plan: str, tmp_path: Path) -
         assert tide.statistics().moved_in_bytes == tide.plan.disk_bytes
         assert held_bytes(tide) == 0
     assert differences(trace, train(seeded(stack_of(models.Failing)), failing_step)) == []
+
+
+def interrupted_step(model: nn.Module, index: int) -> Tensor:
+    """Interrupt a forward as a keyboard does: torch calls no hook then. Evaluate, and train."""
+    fail_in_the_middle(model, KeyboardInterrupt())
+    with torch.no_grad():
+        model(features())
+    return feature_step(model, index)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_forward_that_is_interrupted_leaves_nothing_behind(plan: str, tmp_path: Path) -> None:
+    model = seeded(stack_of(models.Failing))
+    with attach_here(model, plan, tmp_path) as tide:
+        trace = train_attached(tide, model, interrupted_step)
+        assert tide.plan is not None
+        assert tide.statistics().moved_in_bytes == tide.plan.disk_bytes
+        assert held_bytes(tide) == 0
+    assert differences(trace, train(seeded(stack_of(models.Failing)), interrupted_step)) == []
+
+
+def test_close_after_an_interrupt_ends_the_recording(tmp_path: Path) -> None:
+    model, plain = seeded(stack_of(models.Failing)), seeded(stack_of(Gated))
+    tide = attach_here(model, "recompute", tmp_path)
+    train_attached(tide, model, feature_step)
+    fail_in_the_middle(model, KeyboardInterrupt())
+    tide.close()
+    tide.reset_statistics()
+    assert (
+        differences(train(plain, feature_step), train(seeded(stack_of(Gated)), feature_step)) == []
+    )
+    assert tide.statistics().num_recomputed_ops == 0
 
 
 def test_a_first_forward_that_fails_is_not_observed(tmp_path: Path) -> None:

@@ -183,6 +183,22 @@ def test_a_root_that_nobody_saved_is_stored_at_its_first_use() -> None:
     assert have_equal_bits(made.record.restore(of_exp), made.real[0])
 
 
+def test_a_root_may_be_written_to_once_it_was_taken() -> None:
+    """Design rule 1: the write waits for the copy, which is as late here as it can be."""
+
+    def function(x: Tensor) -> Tensor:
+        made = x.sin()
+        first, second = (made * 2.0).sin(), (made + 1.0).cos()
+        made.mul_(0.5)
+        return first * second * made.cos()
+
+    for decision in (HOST, KEEP):
+        made = record_forward(function, otherwise=RECOMPUTE, sin=decision)
+        for handle, real in zip(made.handles, made.real, strict=True):
+            assert have_equal_bits(made.record.restore(handle), real)
+        assert made.record.num_replayed_calls > 0
+
+
 def test_a_call_with_two_outputs_is_replayed_once_for_both() -> None:
     def function(x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x.view(8, -1), dim=1)

@@ -142,8 +142,36 @@ def test_losses_and_gradients_are_bit_identical_under_every_schedule(
 # -- rule 1 ----------------------------------------------------------------------------------------
 
 
-def test_a_write_in_place_waits_for_the_copy_of_what_it_overwrites() -> None:
-    """Design rule 1: here the evict is still under way when the block writes over its source."""
+class Overwriting(nn.Module):
+    """Writes to a product that no operator saved, but that two recipes start from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        up_BTD = self.up(h_BTD)
+        first_BTD = (up_BTD * 2.0).sin()
+        second_BTD = (up_BTD + 1.0).cos()
+        up_BTD.mul_(0.5)
+        return h_BTD + first_BTD * second_BTD + up_BTD.tanh()
+
+
+@pytest.mark.parametrize("schedule", ["late", "eager"])
+def test_a_write_in_place_waits_for_the_copy_of_what_it_overwrites(schedule: Schedule) -> None:
+    """Design rule 1: the evict is still under way when the block writes over its source."""
+    model = stack(Overwriting)
+    with FakeTide(model, planned("offload"), schedule=schedule) as tide:
+        model(features()).sum().backward()
+        model(features()).sum().backward()
+        assert tide.plan.decision("blocks.0.up") is Decision.HOST
+    assert_same_as_unattached(
+        lambda: Stack(Overwriting, NUM_BLOCKS), feature_step, planned("offload"), schedule=schedule
+    )
+
+
+def test_writes_in_place_wherever_autograd_allows_them_change_nothing() -> None:
+    """Design rule 1."""
     assert_same_as_unattached(
         lambda: Stack(Writing, NUM_BLOCKS), feature_step, offload_everything, schedule="late"
     )

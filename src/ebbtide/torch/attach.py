@@ -353,7 +353,8 @@ class _PlanMaker:
             self._disk.reserve(disk_bytes)
         device = CpuDevice(self._disk)
         if self._device.type == "cuda":
-            bounce_bytes = plan.max_out_bytes_in_flight + plan.max_in_bytes_in_flight
+            in_flight = plan.max_out_bytes_in_flight + plan.max_in_bytes_in_flight
+            bounce_bytes = min(in_flight, 2 * disk_bytes)
             device = CudaDevice(
                 self._device, tiers, bounce_bytes=bounce_bytes if plan.disk_bytes else 0
             )

@@ -71,8 +71,8 @@ def _install_scope(
 ) -> list[RemovableHandle]:
     is_leaf = next(module.children(), None) is None
 
-    def step_in(*_: Any) -> None:
-        runtime.step_into(state, path, is_leaf)
+    def step_in(module: nn.Module, args: Any) -> None:
+        runtime.step_into(state, module, path, is_leaf)
 
     def step_out(*_: Any) -> None:
         runtime.step_out(state)

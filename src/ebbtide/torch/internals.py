@@ -57,6 +57,11 @@ def neg_view(tensor: Tensor) -> Tensor:
     return torch._neg_view(tensor)
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is strided bytes in memory; sparse and zero tensors are not."""
+    return tensor.layout is torch.strided and not tensor._is_zerotensor()
+
+
 def is_in_backward() -> bool:
     """Return whether this thread runs autograd's backward pass now."""
     return torch._C._current_graph_task_id() != -1

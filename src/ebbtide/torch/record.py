@@ -136,8 +136,9 @@ class Call(NamedTuple):
 class Record:
     """The nodes and calls of one forward of one block."""
 
-    def __init__(self, block: str, traffic: Traffic | None) -> None:
+    def __init__(self, block: str, traffic: Traffic | None, *, is_checked: bool = False) -> None:
         self.block = block
+        self.is_checked = is_checked
         self.traffic = traffic
         self.nodes: list[Node | None] = []
         self.calls: list[Call | None] = []
@@ -162,6 +163,10 @@ class Record:
         place, node.place = node.place, None
         node.slot = self.traffic.evict(node.name, bytes_of(node.kept), place, node.kept)
         node.kept = None
+        if self.is_checked:
+            # The copy must hold the value at save time, or a later write that the dispatcher
+            # does not see could pass the check by chance.
+            self.traffic.settle(node.slot)
 
     def seal(self) -> None:
         """End the forward: evict what waited, count uses, drop what backward cannot need."""

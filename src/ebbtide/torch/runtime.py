@@ -10,6 +10,7 @@ tensors, bit for bit; what differs is kept from then on (design rule 11).
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,8 @@ class BlockState:
     observed: Block | None = None
     checked_plan: Plan | None = None
     is_checked: bool = False
+    is_left_alone: bool = False
+    """It cannot run under hooks."""
     names: list[tuple[Any, str, str]] = field(default_factory=list[tuple[Any, str, str]])
     """The calls of the last forward: operator, name without and with its number."""
     is_input_written: bool = False
@@ -95,7 +98,10 @@ class Runtime:
         if self.is_closed or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return
         if self._forward is not None:
-            return  # a block inside a block: the outer one records it
+            # Blocks never nest: an interrupt ended that forward, and torch called no hook.
+            self._abandon(self._forward)
+        if state.is_left_alone:
+            return
         stream = _first_floating(args, kwargs)
         if stream is None:
             return
@@ -108,9 +114,9 @@ class Runtime:
             self._plan_if_ready(state)
             if self._is_left_alone(state):
                 return
-            record = Record(state.path, self.traffic)
-            policy = _Policy(self, state)
             is_checked = not state.is_checked or state.checked_plan is not self.plan
+            record = Record(state.path, self.traffic, is_checked=is_checked)
+            policy = _Policy(self, state)
             forward = _Forward(state, record, policy)
             tape = Tape(
                 record,
@@ -133,7 +139,10 @@ class Runtime:
 
     def leave(self, state: BlockState, output: Any) -> None:
         """End a block's forward, also when it raised; `output` is None then."""
+        error = sys.exception() if output is None else None
         self._end_record(state, has_failed=output is None)
+        if error is not None and "saved tensor hooks" in str(error):
+            self._leave_alone(state, error)
         is_last = state.index == len(self.blocks) - 1
         # A checkpointed block runs its forward in backward: that is no turn.
         is_turn = is_last and torch.is_grad_enabled() and not is_in_backward()
@@ -159,6 +168,28 @@ class Runtime:
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(fetch_first)
 
+    def _leave_alone(self, state: BlockState, error: BaseException) -> None:
+        """Leave blocks of a kind alone: torch.func cannot run under saved-tensor hooks."""
+        kind = type(state.module())
+        for other in self.blocks:
+            if type(other.module()) is kind:
+                other.is_left_alone = True
+                other.observed = Block(name=other.path, class_name=kind.__name__, activations=())
+                self.ledger.count_kept_not_understood("a block uses torch.func")
+        error.add_note(
+            f"ebbtide: {state.path} uses torch.func, which torch cannot run under saved-tensor "
+            f"hooks. ebbtide leaves blocks of class {kind.__name__} alone from now on: run the "
+            "step again, or name the other blocks: attach(model, blocks=[...])."
+        )
+
+    def _abandon(self, forward: _Forward) -> None:
+        self._local.forward = None
+        forward.stack.close()
+        with self._lock, torch.no_grad():
+            forward.record.seal()
+            if forward.tape is not None:
+                forward.tape.forget()
+
     def _end_record(self, state: BlockState, *, has_failed: bool) -> None:
         forward = self._forward
         if forward is None or forward.state is not state:
@@ -177,11 +208,13 @@ class Runtime:
                 self._check(state, record, tape)
             tape.forget()
 
-    def step_into(self, state: BlockState, path: str, is_leaf: bool) -> None:
+    def step_into(self, state: BlockState, module: nn.Module, path: str, is_leaf: bool) -> None:
         """Note that a module of a block starts; two blocks may share it."""
         forward = self._forward
         if forward is not None and forward.state is state:
             forward.path.append((path, is_leaf))
+            if forward.tape is not None:
+                forward.tape.add_parameters(_storages_of(module, recurse=False))
 
     def step_out(self, state: BlockState) -> None:
         """Note that a module of a block ends."""
@@ -341,10 +374,10 @@ def _observed_block(state: BlockState, record: Record) -> Block:
     return Block(name=state.path, class_name=type(module).__name__, activations=tuple(activations))
 
 
-def _storages_of(module: nn.Module) -> dict[int, Tensor]:
+def _storages_of(module: nn.Module, *, recurse: bool = True) -> dict[int, Tensor]:
     return {
         storage_key(t): t
-        for t in (*module.parameters(), *module.buffers())
+        for t in (*module.parameters(recurse), *module.buffers(recurse))
         if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
     }
 

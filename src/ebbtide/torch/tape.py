@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import Layout, StorageRef, storage_key
-from ebbtide.torch.internals import alias_of, pause_dispatch, storage_address
+from ebbtide.torch.internals import alias_of, is_plain, pause_dispatch, storage_address
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
 from ebbtide.torch.record import Call, Handle, Node, Record, Ref, Role
 from ebbtide.torch.traffic import MUTATED
@@ -100,10 +100,18 @@ class Tape(TorchDispatchMode):
         self._copies_inputs = copies_inputs
         self.held_inputs: list[tuple[Tensor, int]] = []
         """Aliases of the inputs that were copied, and their versions then."""
+        self._is_odd_call = False
         self._names = names
         self._num_calls = 0
         self._is_alike = bool(names)
         self._num_named: dict[str, int] = {}
+
+    def add_parameters(self, parameters: dict[int, Tensor]) -> None:
+        """Note parameters that came in the middle of the block: FSDP groups gather theirs."""
+        for key, tensor in parameters.items():
+            if key not in self._parameters:
+                self._parameters[key] = tensor
+                self._by_storage.pop(key, None)
 
     def forget(self) -> None:
         """Let go of all that was only needed during the forward.
@@ -122,6 +130,8 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if types and any(t is not Tensor and t is not torch.nn.Parameter for t in types):
+            if any(t.__name__ == "FakeTensor" for t in types):
+                return func(*args, **(kwargs or {}))  # DTensor plans with it: it has no bytes
             return NotImplemented  # a subclass unwraps itself; its inner calls come here
         facts = facts_of(func)
         kwargs = kwargs or {}
@@ -143,8 +153,11 @@ class Tape(TorchDispatchMode):
         if is_random_call(facts, args, kwargs):
             kind, is_replayable = OpKind.RANDOM, False
         inputs: dict[int, Node] = {}
+        self._is_odd_call = False
         call_args = tuple([self._recorded(a, inputs) for a in args])
         call_kwargs = {k: self._recorded(a, inputs) for k, a in kwargs.items()} if kwargs else {}
+        if self._is_odd_call:
+            kind, is_replayable = OpKind.OPAQUE, False
         is_derived = is_replayable
         for node in inputs.values():
             is_derived = is_derived and node.role in _FROM_PARAMETERS
@@ -187,7 +200,7 @@ class Tape(TorchDispatchMode):
         written = [args[i] for i in facts.written_positions if i < len(args)]
         written += [kwargs[k] for k in facts.written_names if k in kwargs]
         targets = [t for w in written for t in (w if isinstance(w, list | tuple) else (w,))]
-        targets = [t for t in targets if isinstance(t, Tensor)]
+        targets = [t for t in targets if isinstance(t, Tensor) and is_plain(t)]
         for target in targets:
             old = self._by_storage.get(storage_key(target))
             if old is not None:
@@ -228,7 +241,7 @@ class Tape(TorchDispatchMode):
             self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
             return _Alias(alias_of(tensor), tensor._version)
         with pause_dispatch():
-            if tensor.layout is not torch.strided or tensor.device != self._device:
+            if not is_plain(tensor) or tensor.device != self._device:
                 return _Alias(alias_of(tensor), tensor._version)
             node = self._node_of(tensor)
             handle = Handle(self.record, node.index, Layout.of(tensor), tensor._version)
@@ -271,6 +284,9 @@ class Tape(TorchDispatchMode):
 
     def _recorded(self, argument: Any, inputs: dict[int, Node]) -> Any:
         if isinstance(argument, Tensor):
+            if not is_plain(argument):
+                self._is_odd_call = True
+                return None
             node = self._node_of(argument)
             inputs[node.index] = node
             return Ref(node.index, Layout.of(argument))
@@ -279,6 +295,8 @@ class Tape(TorchDispatchMode):
         return argument
 
     def _is_new(self, tensor: Tensor) -> bool:
+        if not is_plain(tensor):
+            return False
         key = storage_key(tensor)
         return key not in self._by_storage and key not in self._parameters
 
