@@ -447,16 +447,16 @@ class ResidualStack(nn.Module):
 
 
 class Failing(nn.Module):
-    """Raises `error` in the middle of its forward, if it is given one."""
+    """Raises an `error` in the middle of its forward, if it is given the class of one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = Gated()
         self.second = Gated()
-        self.error: BaseException | None = None
+        self.error: type[BaseException] | None = None
 
     def forward(self, h_BTD: Tensor) -> Tensor:
         h_BTD = self.first(h_BTD)
         if self.error is not None:
-            raise self.error
+            raise self.error("told to fail")
         return self.second(h_BTD)

@@ -174,17 +174,17 @@ def test_shapes_may_change_from_step_to_step(plan: str, tmp_path: Path) -> None:
     assert differences(trace, train(seeded(models.llama), changing_step, num_steps=5)) == []
 
 
-def fail_in_the_middle(model: nn.Module, error: BaseException) -> None:
+def fail_in_the_middle(model: nn.Module, error: type[BaseException]) -> None:
     middle: Any = model.get_submodule("blocks.1")
     middle.error = error
-    with pytest.raises(type(error)):
+    with pytest.raises(error, match="told to fail"):
         model(features())
     middle.error = None
 
 
 def failing_step(model: nn.Module, index: int) -> Tensor:
     """Fail in the middle block first, in every step; then train as usual."""
-    fail_in_the_middle(model, ArithmeticError("told to fail"))
+    fail_in_the_middle(model, ArithmeticError)
     return feature_step(model, index)
 
 
@@ -201,7 +201,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(plan: str, tmp_path: Path) -
 
 def interrupted_step(model: nn.Module, index: int) -> Tensor:
     """Interrupt a forward as a keyboard does: torch calls no hook then. Evaluate, and train."""
-    fail_in_the_middle(model, KeyboardInterrupt())
+    fail_in_the_middle(model, KeyboardInterrupt)
     with torch.no_grad():
         model(features())
     return feature_step(model, index)
@@ -222,7 +222,7 @@ def test_close_after_an_interrupt_ends_the_recording(tmp_path: Path) -> None:
     model, plain = seeded(stack_of(models.Failing)), seeded(stack_of(Gated))
     tide = attach_here(model, "recompute", tmp_path)
     train_attached(tide, model, feature_step)
-    fail_in_the_middle(model, KeyboardInterrupt())
+    fail_in_the_middle(model, KeyboardInterrupt)
     tide.close()
     tide.reset_statistics()
     assert (
