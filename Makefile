@@ -39,7 +39,7 @@ types: $(VENV)/.has-dev
 	$(BIN)/pyright
 
 gpu-test:
-	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -p no:cacheprovider
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu -q -p no:cacheprovider -W default
 
 gpu-bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py --out benchmarks/results
