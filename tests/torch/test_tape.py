@@ -2,8 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
+)
 
 from ebbtide.torch import attach
 from ebbtide.torch.identity import StorageRef
@@ -59,3 +63,43 @@ def test_a_root_that_no_recipe_needs_is_let_go_at_the_end_of_its_block() -> None
         out = model(torch.randn(2, 16))
         assert [ref.expired() for ref in refs] == [True, True]
         out.sum().backward()
+
+
+class Interrupted(nn.Module):
+    """Is interrupted in the middle of its forward when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.is_interrupted = False
+
+    def forward(self, h_BD: Tensor) -> Tensor:
+        x_BD = torch.tanh(self.linear(h_BD))
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        return h_BD + x_BD
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_step_that_was_interrupted_leaves_no_mode_behind(is_closed: bool) -> None:
+    """torch calls no hook after a `KeyboardInterrupt`: the next forward, or close, cleans up."""
+    torch.manual_seed(0)
+    blocks = [Interrupted() for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    inputs = torch.randn(2, 16)
+    model(inputs).sum().backward()
+    wanted = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    tide = attach(model, "recompute")
+    model(inputs).sum().backward()
+    blocks[1].is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs)
+    blocks[1].is_interrupted = False
+    if is_closed:
+        tide.close()
+    model.zero_grad()
+    model(inputs).sum().backward()
+    assert _get_current_dispatch_mode_stack() == []
+    got = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    tide.close()

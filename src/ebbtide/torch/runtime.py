@@ -253,6 +253,8 @@ class Runtime:
 
     def close(self) -> None:
         """Stop recording. Graphs that are alive can still run backward."""
+        if self._forward is not None:
+            self._abandon(self._forward)  # an interrupt ended it
         self.is_closed = True
 
     @property
