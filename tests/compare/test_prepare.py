@@ -12,6 +12,7 @@ from ebbtide.compare.prepare import (
     choose_optimizer,
     choose_work_folder,
     find_device,
+    find_disturbance,
     is_memory_backed,
     prepare_setup,
 )
@@ -103,6 +104,15 @@ def test_the_first_gpu_is_chosen_where_there_is_one(monkeypatch: pytest.MonkeyPa
     assert find_device("cuda:1") == torch.device("cuda:1")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert find_device(None) == torch.device("cpu")
+
+
+def test_a_busy_machine_makes_times_worthless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 2)
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (1.4, 0.0, 0.0))
+    assert find_disturbance(torch.device("cpu")) == ""
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (6.0, 0.0, 0.0))
+    assert "load average of 2 cores was 6.0" in find_disturbance(torch.device("cpu"))
+    assert find_disturbance(torch.device("cuda:0")) == ""
 
 
 def test_large_models_get_an_optimizer_without_state() -> None:

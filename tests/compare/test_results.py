@@ -36,6 +36,7 @@ FACTS = Facts(
     state_bytes=GIB // 2,
     logits_bytes=GIB // 4,
     gradient_reference="keep",
+    disturbance="",
     disk="",
 )
 KEEP = Row(

@@ -47,6 +47,12 @@ def test_a_run_without_a_reference_says_that_nothing_was_compared() -> None:
     )
 
 
+def test_times_that_cannot_be_relied_on_are_marked() -> None:
+    assert not any(line.startswith("times:") for line in list_meanings(COMPARISON))
+    busy = Comparison(facts=replace(FACTS, disturbance="not to be relied on"), rows=(KEEP,))
+    assert list_meanings(busy)[-1] == "times: not to be relied on."
+
+
 def test_a_pipe_gets_every_cell_whole() -> None:
     file = io.StringIO()
     print_table(COMPARISON, Console(file=file, width=40))
@@ -55,7 +61,7 @@ def test_a_pipe_gets_every_cell_whole() -> None:
     for text in ("perplexity before", "ebbtide:balanced", "not installed"):
         assert text in printed
     assert "- trl: the package trl is not installed\n" in printed
-    assert "0.50 GiB of every peak are weights, gradients and optimizer state" in printed
+    assert "Weights, gradients and optimizer state alone are 0.50 GiB" in printed
 
 
 def test_the_page_explains_itself() -> None:

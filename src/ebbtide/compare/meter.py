@@ -66,6 +66,7 @@ class AbstractMemoryMeter(ABC):
         """Return the peak of everything watched since the last reset."""
 
 
+@final
 class _Mallinfo2(ctypes.Structure):
     """glibc's `struct mallinfo2`."""
 

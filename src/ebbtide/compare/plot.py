@@ -37,8 +37,8 @@ def draw_memory_against_time(comparison: Comparison, path: Path) -> Path | None:
     figure = Figure(figsize=(9.0, 6.0), dpi=120, layout="tight")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for row in rows:
-        axes.scatter([_read_time(row)], [_read_memory(row)], s=45, zorder=3)
+    for index, row in enumerate(rows):
+        axes.scatter([_read_time(row)], [_read_memory(row)], s=45, color=f"C{index}", zorder=3)
     axes.margins(0.25)
     axes.grid(visible=True, alpha=0.3)
     axes.set_xlabel("step time in ms (forward, backward, optimizer)")
@@ -64,31 +64,32 @@ def _place_labels(figure: Any, axes: Any, rows: list[Row]) -> None:
         for x, y in (axes.transData.transform((_read_time(row), _read_memory(row))) for row in rows)
     ]
     taken: list[Any] = []
-    for row in rows:
-        candidates: list[Any] = []
+    for index, row in enumerate(rows):
+        best: tuple[int, Any, Any] | None = None
         for offset in LABEL_OFFSETS_PT:
-            label = axes.annotate(
-                row.strategy,
-                (_read_time(row), _read_memory(row)),
-                xytext=offset,
-                textcoords="offset points",
-                ha="left" if offset[0] > 0 else "right",
-                fontsize=9,
-            )
+            label = _write_label(axes, row, offset, colour=f"C{index}")
             box = label.get_window_extent(renderer)
-            label.remove()
-            is_clear = not any(box.overlaps(other) for other in (*taken, *dots))
-            candidates.append((not is_clear, offset, box))
-        _, offset, box = min(candidates, key=lambda candidate: candidate[0])
-        axes.annotate(
-            row.strategy,
-            (_read_time(row), _read_memory(row)),
-            xytext=offset,
-            textcoords="offset points",
-            ha="left" if offset[0] > 0 else "right",
-            fontsize=9,
-        )
-        taken.append(box)
+            num_covered = sum(box.overlaps(other) for other in (*taken, *dots))
+            if best is None or num_covered < best[0]:
+                if best:
+                    best[1].remove()
+                best = (num_covered, label, box)
+            else:
+                label.remove()
+        if best:
+            taken.append(best[2])
+
+
+def _write_label(axes: Any, row: Row, offset: tuple[float, float], *, colour: str) -> Any:
+    return axes.annotate(
+        row.strategy,
+        (_read_time(row), _read_memory(row)),
+        xytext=offset,
+        textcoords="offset points",
+        ha="left" if offset[0] > 0 else "right",
+        fontsize=9,
+        color=colour,
+    )
 
 
 def _read_time(row: Row) -> float:

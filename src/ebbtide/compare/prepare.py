@@ -33,6 +33,9 @@ from ebbtide.compare.workloads import (
 from ebbtide.units import format_bytes
 from ebbtide.version import __version__
 
+# Starting the command itself loads one core for some seconds of the minute that is averaged.
+BUSY_LOAD_FRACTION = 0.75
+
 MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
@@ -80,6 +83,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
     """
     transformers_logging.disable_progress_bar()
     device = find_device(request.device)
+    disturbance = find_disturbance(device)
     if request.host is not None and device.type != "cuda":
         raise ValueError(
             f"--host {request.host}: on a CPU the host's memory is the device's memory; leave "
@@ -146,6 +150,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
             state_bytes=num_parameters * defaults.dtype.itemsize * _count_copies(optimizer),
             logits_bytes=request.batch * context * config.vocab_size * defaults.dtype.itemsize,
             gradient_reference=None,
+            disturbance=disturbance,
             disk=_describe_disk(request.disk, disk),
         ),
     )
@@ -203,6 +208,19 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     return f"cpu ({_read_cpu_name()}, {torch.get_num_threads()} threads)"
+
+
+def find_disturbance(device: torch.device) -> str:
+    """Return why a CPU run's times are worthless before it starts; empty if they are not."""
+    if device.type == "cuda":
+        return ""
+    load, num_cores = psutil.getloadavg()[0], psutil.cpu_count() or 1
+    if load < num_cores * BUSY_LOAD_FRACTION:
+        return ""
+    return (
+        f"not to be relied on, since the load average of {num_cores} cores was {load:.1f} in the "
+        "minute before the run: other programs slow the steps down"
+    )
 
 
 def list_versions(device: torch.device) -> dict[str, str]:

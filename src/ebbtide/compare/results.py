@@ -103,6 +103,8 @@ class Facts:
     """One copy of the logits; the loss holds several, which no strategy here avoids."""
     gradient_reference: str | None
     """The strategy whose gradients the others are compared with."""
+    disturbance: str
+    """Why the times cannot be relied on; empty if nothing is known against them."""
     disk: str
     """Where ebbtide's plans put what they evict to disk; empty if they had no disk."""
 

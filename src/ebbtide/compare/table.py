@@ -131,10 +131,10 @@ def list_meanings(comparison: Comparison) -> tuple[str, ...]:
     meanings = [
         f"step and forward: {steps} after {facts.warm_up_steps} warm-up steps, with deterministic "
         f"algorithms; the optimizer is {facts.optimizer}.",
-        f"memory: {facts.memory_meaning}. {to_gib(facts.state_bytes):.2f} GiB of every peak are "
-        "weights, gradients and optimizer state, and one copy of the logits is "
-        f"{to_gib(facts.logits_bytes):.2f} GiB; the loss holds several copies, which none of "
-        "these strategies avoids.",
+        f"memory: {facts.memory_meaning}. Weights, gradients and optimizer state alone are "
+        f"{to_gib(facts.state_bytes):.2f} GiB, below which no strategy here can go; one copy of "
+        f"the logits is {to_gib(facts.logits_bytes):.2f} GiB, and the loss holds several, which no "
+        "strategy here avoids.",
         "out and in: bytes moved out of device memory and back in one step; host: the most pinned "
         "host memory that was taken; disk: the most bytes that were held there"
         + (f", in {facts.disk}." if facts.disk else "."),
@@ -147,6 +147,8 @@ def list_meanings(comparison: Comparison) -> tuple[str, ...]:
         if facts.gradient_reference
         else "gradients: not compared, since no run of keep or checkpoint finished."
     )
+    if facts.disturbance:
+        meanings.append(f"times: {facts.disturbance}.")
     return tuple(meanings)
 
 
