@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -152,3 +153,139 @@ CASES = {
     "writes in place to the residual stream": Case(build=models.ResidualStack),
     "a transformer encoder": Case(build=encoder),
 }
+
+
+def image_step(*, memory_format: torch.memory_format) -> Step:
+    """Train on images, laid out in memory one way or another."""
+
+    def step(model: nn.Module, index: int) -> Tensor:
+        images = features(2, 8, 12, 12).to(memory_format=memory_format)
+        loss = model(images).square().mean()
+        loss.backward()
+        return loss
+
+    return step
+
+
+def updating_step(model: nn.Module, index: int) -> Tensor:
+    """Update each parameter inside backward, as soon as its gradient is there."""
+
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.add_(parameter.grad, alpha=-0.05)
+
+    handles = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+    loss = feature_step(model, index)
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+def freezing_step(model: nn.Module, index: int) -> Tensor:
+    """Train fewer parameters in the first two steps: the plan is made without the others."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(index > 1 or not ("up" in name or "norm" in name))
+    return feature_step(model, index)
+
+
+def mode_changing_step(model: nn.Module, index: int) -> Tensor:
+    """Turn dropout off in every second step: other operators run."""
+    model.train(index % 2 == 0)
+    return language_step(model, index)
+
+
+def threaded_step(model: nn.Module, index: int) -> Tensor:
+    """Run backward on another thread."""
+    loss = model(features()).square().mean()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    return loss
+
+
+def partial_step(model: nn.Module, index: int) -> Tensor:
+    """Ask for the gradients of the last parameters only, and drop the rest of the graph."""
+    loss = model(features()).square().mean()
+    loss.backward(inputs=list(model.parameters())[-4:])
+    return loss
+
+
+def looking_step(model: nn.Module, index: int) -> Tensor:
+    """Look at all that autograd saved, as tools that draw graphs do, and then run backward."""
+    loss = model(features()).square().mean()
+    waiting: list[Any] = [loss.grad_fn]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved"):
+                getattr(node, name)
+        waiting += [following for following, _ in node.next_functions]
+    loss.backward()
+    return loss
+
+
+def expanded_step(model: nn.Module, index: int) -> Tensor:
+    """Give the blocks an input whose rows are one and the same."""
+    rows = features(1, models.NUM_TOKENS, WIDTH).requires_grad_()
+    loss = model(rows.expand(2, -1, -1)).square().mean()
+    loss.backward()
+    return loss
+
+
+def empty_step(model: nn.Module, index: int) -> Tensor:
+    """Train on no token at all in every second step."""
+    num_tokens = models.NUM_TOKENS if index % 2 else 0
+    loss = model(features(2, num_tokens, WIDTH).requires_grad_()).sum()
+    loss.backward()
+    return loss
+
+
+def hooked_step(model: nn.Module, index: int) -> Tensor:
+    """Watch the gradients of every module."""
+    handles = [m.register_full_backward_hook(lambda *_: None) for m in model.modules()]
+    handles += [m.register_full_backward_pre_hook(lambda *_: None) for m in model.modules()]
+    loss = feature_step(model, index)
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+def nested_hooks_step(model: nn.Module, index: int) -> Tensor:
+    """Move what is saved outside of the blocks with torch's own hooks."""
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(features()).square().mean()
+    loss.backward()
+    return loss
+
+
+ODD_CASES = {
+    "computed weights": Case(build=stack_of(models.Spectral)),
+    "writes to its input": Case(build=stack_of(models.InPlace)),
+    "overlapping windows and complex parts": Case(build=stack_of(models.Windows)),
+    "convolutions": Case(
+        build=stack_of(models.Convolution),
+        step=image_step(memory_format=torch.contiguous_format),
+    ),
+    "convolutions with channels last": Case(
+        build=lambda: Stack(models.Convolution).to(memory_format=torch.channels_last),
+        step=image_step(memory_format=torch.channels_last),
+    ),
+    "attention that returns its weights": Case(build=stack_of(models.Weighed)),
+    "parameters of a class of their own": Case(build=stack_of(models.Subclassed)),
+    "updates inside backward": Case(build=stack_of(Gated), step=updating_step),
+    "parameters that are trained later": Case(build=stack_of(Gated), step=freezing_step),
+    "training and evaluation mode in turn": Case(build=models.gpt2, step=mode_changing_step),
+    "backward on another thread": Case(build=stack_of(Gated), step=threaded_step),
+    "a part of backward": Case(build=stack_of(Gated), step=partial_step),
+    "looking at what is saved": Case(build=stack_of(Gated), step=looking_step),
+    "an expanded input": Case(build=stack_of(Gated), step=expanded_step),
+    "steps without tokens": Case(build=stack_of(Gated), step=empty_step),
+    "backward hooks": Case(build=stack_of(Gated), step=hooked_step),
+    "hooks around ours": Case(build=stack_of(Gated), step=nested_hooks_step),
+}
+"""What is rarer; bytes that are moved may differ from the plan's, as operators or shapes do."""

@@ -446,6 +446,108 @@ class ResidualStack(nn.Module):
         return h_BTD
 
 
+class Spectral(nn.Module):
+    """Weights that are computed anew in each forward, from buffers that it also writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.second = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        return h_BTD + self.second(self.first(h_BTD).tanh())
+
+
+class InPlace(nn.Module):
+    """Writes to its own input, which nobody saved before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        if h_BTD.is_leaf:
+            h_BTD = h_BTD.clone()
+        h_BTD = h_BTD.mul_(1.1)
+        h_BTD += 0.1
+        return h_BTD + self.linear(h_BTD).tanh()
+
+
+class Windows(nn.Module):
+    """Saves overlapping windows, complex parts with their bits, and other odd layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.turn = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH, dtype=torch.complex64))
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        x_BTD = self.linear(h_BTD)
+        windows_BTD = x_BTD.unfold(1, 4, 1).square().sum(-1)
+        turned_BTD = torch.complex(x_BTD, h_BTD) @ self.turn
+        negated_BTD = turned_BTD.conj().imag * x_BTD
+        parts_BTD = torch.view_as_real(turned_BTD)[..., 1].tanh() * turned_BTD.real
+        mean_B1D = windows_BTD.mean(1, keepdim=True)
+        return h_BTD + 0.05 * (mean_B1D + negated_BTD + parts_BTD)
+
+
+class Convolution(nn.Module):
+    """Convolutions with two kinds of norms and an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+        self.norms = nn.ModuleList((nn.BatchNorm2d(8), nn.GroupNorm(2, 8)))
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, h_BCYX: Tensor) -> Tensor:
+        x_BCYX = self.activation(self.norms[0](self.first(h_BCYX)))
+        x_BCYX = self.norms[1](self.second(x_BCYX))
+        x_BCYX += h_BCYX
+        return self.activation(x_BCYX)
+
+
+class Weighed(nn.Module):
+    """Multi-head attention that returns its weights, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, NUM_HEADS, dropout=0.1, batch_first=True)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        x_BTD, weights_BTT = self.attention(h_BTD, h_BTD, h_BTD, need_weights=True)
+        return h_BTD + x_BTD * weights_BTT.mean()
+
+
+class Special(nn.Parameter):
+    """A parameter of a class of one's own."""
+
+
+class Subclassed(nn.Module):
+    """Computes with such a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Special(0.1 * torch.randn(WIDTH, WIDTH))
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        return h_BTD + (h_BTD @ self.weight.t()).tanh() * self.scale.exp()
+
+
+class Recurrent(nn.Module):
+    """Recurrent networks, which on the CPU are long chains of small operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.long = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.gated = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        return h_BTD + self.gated(self.long(h_BTD)[0])[0]
+
+
 class Failing(nn.Module):
     """Raises an `error` in the middle of its forward, if it is given the class of one."""
 
