@@ -81,11 +81,11 @@ def _top_level(
         ),
     ] = False,
 ) -> None:
-    """Fit training in memory: evict, fetch or recompute activations under a budget."""
+    """Fit training in memory: evict, fetch or recompute activations."""
 
 
 def _no_options() -> None:
-    """Fit training in memory: evict, fetch or recompute activations under a budget."""
+    """Fit training in memory: evict, fetch or recompute activations."""
 
 
 def _add_lazily(app: typer.Typer, command: LazyCommand) -> None:
