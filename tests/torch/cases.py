@@ -155,6 +155,12 @@ CASES = {
 }
 
 
+def channels_last_stack() -> nn.Module:
+    """Return convolutions whose weights are laid out as their images are."""
+    model: Any = Stack(models.Convolution)
+    return model.to(memory_format=torch.channels_last)
+
+
 def image_step(*, memory_format: torch.memory_format) -> Step:
     """Train on images, laid out in memory one way or another."""
 
@@ -239,7 +245,7 @@ def expanded_step(model: nn.Module, index: int) -> Tensor:
 
 def empty_step(model: nn.Module, index: int) -> Tensor:
     """Train on no token at all in every second step."""
-    num_tokens = models.NUM_TOKENS if index % 2 else 0
+    num_tokens = 0 if index % 2 else models.NUM_TOKENS
     loss = model(features(2, num_tokens, WIDTH).requires_grad_()).sum()
     loss.backward()
     return loss
@@ -249,7 +255,8 @@ def hooked_step(model: nn.Module, index: int) -> Tensor:
     """Watch the gradients of every module."""
     handles = [m.register_full_backward_hook(lambda *_: None) for m in model.modules()]
     handles += [m.register_full_backward_pre_hook(lambda *_: None) for m in model.modules()]
-    loss = feature_step(model, index)
+    loss = model(features().requires_grad_()).square().mean()
+    loss.backward()
     for handle in handles:
         handle.remove()
     return loss
@@ -272,7 +279,7 @@ ODD_CASES = {
         step=image_step(memory_format=torch.contiguous_format),
     ),
     "convolutions with channels last": Case(
-        build=lambda: Stack(models.Convolution).to(memory_format=torch.channels_last),
+        build=channels_last_stack,
         step=image_step(memory_format=torch.channels_last),
     ),
     "attention that returns its weights": Case(build=stack_of(models.Weighed)),

@@ -1,6 +1,7 @@
 """Small models for the tests: real architectures with tiny sizes, and blocks that do odd things."""
 
-# B batch, T tokens, D model width, F feed-forward width, H heads, V vocabulary, E experts
+# B batch, T tokens, N tokens of all rows, D model width, F feed-forward width, H heads, K head
+# width, E experts, C channels, Y rows, X columns
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.plan import Decision, Plan
-from ebbtide.torch import Tide
+from ebbtide.torch import Tide, attach
 from tests.torch import models
 from tests.torch.cases import CASES, ODD_CASES, stack_of
 from tests.torch.models import NUM_TOKENS, WIDTH, Gated, Stack, features, tokens
@@ -252,7 +252,16 @@ def test_a_forward_that_is_interrupted_leaves_nothing_behind(plan: str, tmp_path
     assert differences(trace, train(seeded(stack_of(models.Failing)), interrupted_step)) == []
 
 
-@pytest.mark.skip(reason="the recording goes on after close, and would be in the way of all tests")
+@pytest.mark.xfail(strict=True, reason="until the model runs again, all is recorded for its block")
+def test_another_model_may_train_after_an_interrupt() -> None:
+    model, other = seeded(stack_of(models.Failing)), seeded(stack_of(Gated))
+    with attach(model, "recompute"):
+        train(model, feature_step)
+        fail_in_the_middle(model, KeyboardInterrupt)
+        trace = train(other, feature_step)
+    assert differences(trace, train(seeded(stack_of(Gated)), feature_step)) == []
+
+
 def test_close_after_an_interrupt_ends_the_recording(tmp_path: Path) -> None:
     model, plain = seeded(stack_of(models.Failing)), seeded(stack_of(Gated))
     tide = attach_here(model, "recompute", tmp_path)
@@ -324,14 +333,14 @@ def test_two_hundred_graphs_without_a_backward_leak_nothing(plan: str, tmp_path:
                 assert loss.requires_grad
                 del loss
                 assert held_bytes(tide) == 0
-                if index % 20 == 0:
+                if index in (20, 199):
                     counts.add(num_tensors())
                     rss_bytes.append(process.memory_info().rss)
         finally:
             gc.enable()
         assert len(counts) == 1
         # One graph keeps more than 1 MiB, so a leak would show as 200 MiB.
-        assert rss_bytes[-1] - rss_bytes[1] < 8 * 2**20
+        assert rss_bytes[1] - rss_bytes[0] < 8 * 2**20
         assert tide.plan is not None
         assert tide.statistics().moved_out_bytes >= 200 * tide.plan.disk_bytes
 

@@ -1,5 +1,7 @@
 """The table of operators names what exists, and lists nothing that writes or draws."""
 
+# B batch, H heads, T tokens, K head width
+
 from __future__ import annotations
 
 from typing import Any

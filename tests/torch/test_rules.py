@@ -117,9 +117,17 @@ def assert_same_as_unattached(
 # -- all rules at once -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", SUBJECTS)
+CASES = [
+    (name, plan, schedule, seed)
+    for name in SUBJECTS
+    for plan in PLANS
+    for schedule, seed in SCHEDULES
+    # The large model takes most of the time: all seeds for one plan, two for each of the others.
+    if name != "llama" or plan == "offload" or seed < 2
+]
+
+
+@pytest.mark.parametrize(("name", "plan", "schedule", "seed"), CASES)
 def test_losses_and_gradients_are_bit_identical_under_every_schedule(
     name: str, plan: str, schedule: Schedule, seed: int
 ) -> None:

@@ -1,5 +1,7 @@
 """Each trap of a tape under saved-tensor hooks, as docs/design.md lists them, sprung once."""
 
+# B batch, T tokens, D model width, H heads, K head width
+
 from __future__ import annotations
 
 import gc
