@@ -136,6 +136,12 @@ MUTATIONS = (
     Mutation(3, "overlapping slices of a storage all move", "tape.py",
              "if 2 * sum(piece.num_bytes for piece in node.pieces) < node.num_bytes:",
              "if True:"),
+    Mutation(3, "a storage that two blocks save moves twice", "traffic.py",
+             "if found is not None:\n            self.tiers.give_back",
+             "if False:\n            self.tiers.give_back"),
+    Mutation(3, "a storage that was written to since is taken for the old one", "traffic.py",
+             "or slot.version != watched._version:",
+             "or False:"),
     Mutation(4, "handles are kept in a global list", "tape.py",
              "node.num_packs += 1",
              "node.num_packs += 1\n"

@@ -118,6 +118,50 @@ def test_a_dead_slot_holds_its_bytes_until_the_next_call() -> None:
     assert bench.device.violations == []
 
 
+# -- storages that several blocks evict ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_settled", [False, True])
+def test_a_storage_that_is_evicted_twice_moves_once(is_settled: bool) -> None:
+    """Design rule 3: the second eviction gets the slot of the first, in whatever life it is."""
+    bench = Bench()
+    row = torch.full((ROW,), 7, dtype=torch.uint8)
+    first = bench.evict_row(row)
+    if is_settled:
+        bench.traffic.settle(first)
+    second = bench.evict_row(row)
+    assert second is first
+    counts = bench.ledger.snapshot()
+    assert (counts.num_evictions, counts.host.moved_out_bytes) == (1, ROW)
+    assert bench.tiers.held_bytes(Decision.HOST) == ROW, "the second place was given back"
+    del first, row
+    assert values(bench.traffic.bytes_of(second)) == {7}
+    del second
+    bench.assert_nothing_is_left()
+
+
+def test_a_storage_that_was_written_to_since_moves_again() -> None:
+    """Design rule 3: identity is the storage at one version."""
+    bench = Bench()
+    row = torch.full((ROW,), 7, dtype=torch.uint8)
+    old = bench.evict_row(row)
+    bench.traffic.settle(old)
+    row.add_(1)
+    new = bench.evict_row(row)
+    assert bench.ledger.snapshot().host.moved_out_bytes == 2 * ROW
+    bench.traffic.settle_all()
+    assert (values(bench.traffic.bytes_of(old)), values(bench.traffic.bytes_of(new))) == ({7}, {8})
+
+
+def test_a_storage_whose_slot_is_gone_moves_again() -> None:
+    bench = Bench()
+    row = torch.full((ROW,), 7, dtype=torch.uint8)
+    for _ in range(3):
+        assert values(bench.traffic.bytes_of(bench.evict_row(row))) == {7}
+    assert bench.ledger.snapshot().num_evictions == 3
+    bench.assert_nothing_is_left()
+
+
 # -- writes to what was saved ----------------------------------------------------------------------
 
 
