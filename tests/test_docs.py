@@ -6,15 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.block import Activation, BackwardEvent, Block, OpKind
 from ebbtide.cli import main
 from ebbtide.compare.names import DEFAULT_STRATEGIES, EBBTIDE_PREFIX, PEERS
 from ebbtide.compare.results import Facts, Row, Status, describe_row
-from ebbtide.planner import NAMED_PLANS
+from ebbtide.machine import MACHINE_FORMAT, MACHINE_VERSION, Machine
+from ebbtide.plan import PLAN_FORMAT, PLAN_VERSION, Decision, Plan
+from ebbtide.planner import NAMED_PLANS, named_plan
+from ebbtide.timeline import TIMELINE_FORMAT, TIMELINE_VERSION, Lane, Span, Timeline
+from ebbtide.workload import WORKLOAD_FORMAT, WORKLOAD_VERSION, Outside, Workload
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
 COMPARE = ROOT / "docs" / "compare.md"
 DESIGN = ROOT / "docs" / "design.md"
+FORMATS = ROOT / "docs" / "formats.md"
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
@@ -114,6 +120,46 @@ def test_the_readme_and_the_example_have_the_same_two_lines() -> None:
     for line in added:
         start = line.removesuffix(")")
         assert any(ours.strip().startswith(start) for ours in example), line
+
+
+def json_examples(page: Path) -> list[str]:
+    return re.findall(r"^(?:```|~~~)json\n(.*?)^(?:```|~~~)$", read(page), re.DOTALL | re.MULTILINE)
+
+
+def test_the_documented_files_are_what_is_written_and_read() -> None:
+    forms = (Workload, Plan, Machine, Timeline)
+    examples = json_examples(FORMATS)
+    assert [form.from_json(text).to_json() for form, text in zip(forms, examples, strict=True)] == (
+        examples
+    )
+
+
+def test_the_documented_plan_is_the_one_for_the_documented_workload() -> None:
+    workload_text, plan_text, *_ = json_examples(FORMATS)
+    workload = Workload.from_json(workload_text)
+    assert workload.is_timed
+    assert named_plan("offload", workload).to_json() == plan_text
+
+
+def test_every_field_of_the_forms_is_documented() -> None:
+    nouns = (Workload, Outside, Block, Activation, BackwardEvent, Plan, Machine, Timeline, Span)
+    names = {field.name for noun in nouns for field in fields(noun)}
+    assert names <= table_keys(FORMATS)
+
+
+def test_every_value_of_the_forms_is_documented() -> None:
+    values = {member.value for kind in (OpKind, Decision, Lane) for member in kind}
+    assert values <= set(re.findall(r"`([^`\n]+)`", read(FORMATS)))
+
+
+def test_every_version_of_the_forms_is_documented() -> None:
+    headings = re.findall(r"^## `(.+)`, version (\d+)$", read(FORMATS), re.MULTILINE)
+    assert headings == [
+        (WORKLOAD_FORMAT, str(WORKLOAD_VERSION)),
+        (PLAN_FORMAT, str(PLAN_VERSION)),
+        (MACHINE_FORMAT, str(MACHINE_VERSION)),
+        (TIMELINE_FORMAT, str(TIMELINE_VERSION)),
+    ]
 
 
 def test_every_design_rule_that_code_cites_is_defined() -> None:

@@ -18,8 +18,8 @@ FRAMEWORKS = ("jax", "torch", "transformers")
 # A unit is what lies directly in the package: a module, or a folder with all that is in
 # it. The package's own `__init__` re-exports the core, so it stands just above it.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"units", "errors", "naming", "version"}),
-    frozenset({"workload", "machine", "plan", "timeline"}),
+    frozenset({"units", "errors", "naming", "version", "forms"}),
+    frozenset({"block", "workload", "machine", "plan", "timeline"}),
     frozenset({"memory"}),
     frozenset({"planner", "check", "simulate", "catalog", "trace", "doctor"}),
     frozenset({"report", "estimate"}),

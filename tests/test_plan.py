@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from ebbtide.errors import PlanError
-from ebbtide.plan import Decision, Plan
+from ebbtide.plan import TURN_END, TURN_START, Decision, Plan
 from ebbtide.workload import Activation, Block, OpKind, Workload
 
 
@@ -108,13 +108,23 @@ def test_json_form_does_not_depend_on_the_order_of_decisions() -> None:
 
 
 def test_json_form_is_this_text() -> None:
-    assert a_plan({"up": Decision.HOST, "act": Decision.RECOMPUTE}).to_json() == (
+    plan = a_plan(
+        {"up": Decision.HOST, "act": Decision.RECOMPUTE},
+        release_at={"up": "act"},
+        fetch_at={"up": TURN_END},
+    )
+    assert plan.to_json() == (
         "{\n"
+        '  "bound_step_ns": 0,\n'
+        '  "budget_bytes": 0,\n'
         '  "decisions": {\n'
         '    "act": "recompute",\n'
         '    "up": "host"\n'
         "  },\n"
         '  "disk_bytes": 0,\n'
+        '  "fetch_at": {\n'
+        '    "up": "<turn end>"\n'
+        "  },\n"
         f'  "fingerprint": "{a_workload().fingerprint}",\n'
         '  "format": "ebbtide-plan",\n'
         '  "host_bytes": 30,\n'
@@ -122,7 +132,12 @@ def test_json_form_is_this_text() -> None:
         '  "max_out_bytes_in_flight": 64,\n'
         '  "model": "Model",\n'
         '  "name": "mine",\n'
-        '  "version": 1\n'
+        '  "peak_bytes": 0,\n'
+        '  "predicted_step_ns": 0,\n'
+        '  "release_at": {\n'
+        '    "up": "act"\n'
+        "  },\n"
+        '  "version": 2\n'
         "}\n"
     )
 
@@ -134,9 +149,11 @@ def test_another_format_is_refused() -> None:
     )
 
 
-def test_another_version_is_refused() -> None:
-    assert message_of(form_with(version=7)).startswith(
-        "the file's version is 7; this ebbtide reads version 1 of 'ebbtide-plan' only."
+@pytest.mark.parametrize("version", [3, 0, "1", True, None])
+def test_another_version_is_refused(version: object) -> None:
+    assert message_of(form_with(version=version)) == (
+        f"the file's version is {version!r}; this ebbtide reads versions 1 to 2 of 'ebbtide-plan' "
+        "only. Write the file again with this ebbtide."
     )
 
 
@@ -158,11 +175,20 @@ def test_an_unknown_decision_lists_the_valid_ones_nearest_first() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["host_bytes", "disk_bytes", "max_out_bytes_in_flight", "max_in_bytes_in_flight"],
+    [
+        "host_bytes",
+        "disk_bytes",
+        "max_out_bytes_in_flight",
+        "max_in_bytes_in_flight",
+        "budget_bytes",
+        "peak_bytes",
+        "predicted_step_ns",
+        "bound_step_ns",
+    ],
 )
-def test_a_negative_number_of_bytes_is_refused(field: str) -> None:
+def test_a_negative_number_is_refused(field: str) -> None:
     assert message_of(form_with(**{field: -1})) == (
-        f"plan 'mine' has {field} -1; a number of bytes is 0 or more. Plan again."
+        f"plan 'mine' has {field} -1; it must be 0 or more. Plan again."
     )
 
 
@@ -217,3 +243,93 @@ def test_a_plan_edited_to_name_an_activation_that_is_not_there_is_refused() -> N
 def test_a_fingerprint_that_differs_in_order_alone_is_refused() -> None:
     with pytest.raises(PlanError, match="the order of activations or the class of a block differs"):
         a_plan(fingerprint="00000000000000ff").check_fits(a_workload())
+
+
+VERSION_1 = """{
+  "decisions": {
+    "act": "recompute",
+    "up": "host"
+  },
+  "disk_bytes": 0,
+  "fingerprint": "00000000000000ff",
+  "format": "ebbtide-plan",
+  "host_bytes": 30,
+  "max_in_bytes_in_flight": 32,
+  "max_out_bytes_in_flight": 64,
+  "model": "Model",
+  "name": "mine",
+  "version": 1
+}
+"""
+
+
+def test_a_file_of_version_1_is_read_without_moments_and_predictions() -> None:
+    plan = Plan.from_json(VERSION_1)
+    assert plan == a_plan(
+        {"up": Decision.HOST, "act": Decision.RECOMPUTE}, fingerprint="00000000000000ff"
+    )
+    assert (dict(plan.release_at), dict(plan.fetch_at)) == ({}, {})
+    assert (plan.budget_bytes, plan.peak_bytes) == (0, 0)
+    assert (plan.predicted_step_ns, plan.bound_step_ns) == (0, 0)
+
+
+@pytest.mark.parametrize("field", ["release_at", "fetch_at", "budget_bytes", "bound_step_ns"])
+def test_a_file_of_version_1_has_the_fields_of_version_1_only(field: str) -> None:
+    text = VERSION_1.replace('"model"', f'"{field}": 0, "model"')
+    assert message_of(text).startswith(f"plan: unknown field '{field}'; valid names, nearest")
+
+
+@pytest.mark.parametrize(
+    "field", ["decisions", "release_at", "fetch_at", "budget_bytes", "peak_bytes", "bound_step_ns"]
+)
+def test_a_file_of_version_2_lacks_no_field(field: str) -> None:
+    form = json.loads(a_plan().to_json())
+    del form[field]
+    message = message_of(json.dumps(form))
+    assert message == f"plan has no field '{field}'; it is required. See docs/formats.md."
+
+
+def test_moments_and_predictions_read_back_equal() -> None:
+    plan = a_plan(
+        release_at={"up": TURN_START},
+        fetch_at={"up": "act"},
+        budget_bytes=4,
+        peak_bytes=3,
+        predicted_step_ns=2,
+        bound_step_ns=1,
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def with_moments(field: str, moments: Mapping[str, str]) -> Plan:
+    changes: dict[str, Any] = {field: moments}
+    return a_plan(**changes)
+
+
+@pytest.mark.parametrize("field", ["release_at", "fetch_at"])
+def test_moments_are_sorted_and_read_only(field: str) -> None:
+    given = {"up": TURN_END, "act": TURN_START}
+    plan = with_moments(field, given)
+    given["input"] = "up"
+    moments = cast(dict[str, str], getattr(plan, field))
+    assert list(moments.items()) == [("act", TURN_START), ("up", TURN_END)]
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        moments["up"] = "act"
+
+
+@pytest.mark.parametrize("field", ["release_at", "fetch_at"])
+def test_plans_with_other_moments_are_not_equal(field: str) -> None:
+    starts, ends = {"up": TURN_START}, {"up": TURN_END}
+    assert with_moments(field, starts) != with_moments(field, ends)
+    assert hash(with_moments(field, starts)) == hash(with_moments(field, ends))
+
+
+@pytest.mark.parametrize("field", ["release_at", "fetch_at"])
+def test_a_moment_that_is_no_text_is_refused(field: str) -> None:
+    assert message_of(form_with(**{field: {"up": 3}})) == (
+        f"plan: {field}: up is 3; it must be a text. See docs/formats.md."
+    )
+    assert message_of(form_with(**{field: ["up"]})) == (
+        f'plan: {field} is ["up"]; it must be an object with named fields. See docs/formats.md.'
+    )

@@ -14,18 +14,23 @@ from types import MappingProxyType
 from typing import Self
 
 from ebbtide.errors import PlanError
-from ebbtide.naming import unknown_name_message
-from ebbtide.workload import (
-    Workload,
+from ebbtide.forms import (
+    read_field,
     read_form,
     read_int,
     read_record,
     read_text,
     refuse_unknown_fields,
 )
+from ebbtide.naming import unknown_name_message
+from ebbtide.workload import Workload
 
 PLAN_FORMAT = "ebbtide-plan"
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+
+# Moments of a plan that no activation stands for; no module has such a path.
+TURN_START = "<turn start>"
+TURN_END = "<turn end>"
 
 # Enough to recognise the other model by; a whole list would fill the screen.
 NUM_NAMES_SHOWN = 3
@@ -72,15 +77,33 @@ class Plan:
     """Most bytes that evictions may hold on the device while their copies run."""
     max_in_bytes_in_flight: int
     """Most bytes that fetches may hold on the device before backward uses them."""
+    release_at: Mapping[str, str] = field(hash=False, default_factory=dict[str, str])
+    """Evicted activation to the activation before whose making compute waits for its copy and
+    its device memory is let go; `TURN_START` and `TURN_END` stand for the moments after the last
+    block's forward and before its backward. Read-only, sorted. Without an entry, the latest is
+    let go when `max_out_bytes_in_flight` says so, or at the turn's start."""
+    fetch_at: Mapping[str, str] = field(hash=False, default_factory=dict[str, str])
+    """Evicted activation to the saved activation at whose first use in backward its fetch may
+    start; `TURN_END` for the start of backward. Read-only, sorted. Without an entry, it is
+    fetched when `max_in_bytes_in_flight` lets it."""
+    budget_bytes: int = 0
+    """Most device memory that the step may take; 0: the plan was made without a budget."""
+    peak_bytes: int = 0
+    """Predicted most device memory of the step; 0: not predicted."""
+    predicted_step_ns: int = 0
+    """Predicted time of forward and backward; 0: not predicted."""
+    bound_step_ns: int = 0
+    """No plan for this workload, machine and budget is faster; 0: not computed."""
 
     def __post_init__(self) -> None:
-        ordered = {name: self.decisions[name] for name in sorted(self.decisions)}
-        object.__setattr__(self, "decisions", MappingProxyType(ordered))
+        for mapping in ("decisions", "release_at", "fetch_at"):
+            given: Mapping[str, object] = getattr(self, mapping)
+            ordered = {name: given[name] for name in sorted(given)}
+            object.__setattr__(self, mapping, MappingProxyType(ordered))
         for name, num_bytes in self._byte_fields().items():
             if num_bytes < 0:
                 raise PlanError(
-                    f"plan {self.name!r} has {name} {num_bytes}; a number of bytes is 0 or more. "
-                    "Plan again."
+                    f"plan {self.name!r} has {name} {num_bytes}; it must be 0 or more. Plan again."
                 )
 
     def __reduce__(self) -> tuple[Callable[[str], "Plan"], tuple[str]]:
@@ -135,6 +158,8 @@ class Plan:
             "model": self.model,
             "fingerprint": self.fingerprint,
             "decisions": {name: decision.value for name, decision in self.decisions.items()},
+            "release_at": dict(self.release_at),
+            "fetch_at": dict(self.fetch_at),
         }
         form.update(self._byte_fields())
         return json.dumps(form, indent=2, sort_keys=True) + "\n"
@@ -150,26 +175,50 @@ class Plan:
         """
         record = read_form(text, form=PLAN_FORMAT, version=PLAN_VERSION)
         fields = {"format", "version", *cls.__dataclass_fields__}
+        if record["version"] == 1:
+            refuse_unknown_fields(record, fields - set(_SINCE_2), where="plan")
+            record = {**record, **_SINCE_2}
         refuse_unknown_fields(record, fields, where="plan")
-        decisions = read_record(record.get("decisions"), where="plan: decisions")
+        decisions = read_record(
+            read_field(record, "decisions", where="plan"), where="plan: decisions"
+        )
         return cls(
             name=read_text(record, "name", where="plan"),
             model=read_text(record, "model", where="plan"),
             fingerprint=read_text(record, "fingerprint", where="plan"),
             decisions={name: _read_decision(decisions, name) for name in decisions},
-            host_bytes=read_int(record, "host_bytes", where="plan"),
-            disk_bytes=read_int(record, "disk_bytes", where="plan"),
-            max_out_bytes_in_flight=read_int(record, "max_out_bytes_in_flight", where="plan"),
-            max_in_bytes_in_flight=read_int(record, "max_in_bytes_in_flight", where="plan"),
+            release_at=_read_moments(record, "release_at"),
+            fetch_at=_read_moments(record, "fetch_at"),
+            **{name: read_int(record, name, where="plan") for name in _NUMBERS},
         )
 
     def _byte_fields(self) -> dict[str, int]:
-        return {
-            "host_bytes": self.host_bytes,
-            "disk_bytes": self.disk_bytes,
-            "max_out_bytes_in_flight": self.max_out_bytes_in_flight,
-            "max_in_bytes_in_flight": self.max_in_bytes_in_flight,
-        }
+        return {name: getattr(self, name) for name in _NUMBERS}
+
+
+_NUMBERS = (
+    "host_bytes",
+    "disk_bytes",
+    "max_out_bytes_in_flight",
+    "max_in_bytes_in_flight",
+    "budget_bytes",
+    "peak_bytes",
+    "predicted_step_ns",
+    "bound_step_ns",
+)
+
+# What a plan of version 1 does not say.
+_SINCE_2: dict[str, object] = {
+    "release_at": {},
+    "fetch_at": {},
+    **dict.fromkeys(_NUMBERS[4:], 0),
+}
+
+
+def _read_moments(record: dict[str, object], name: str) -> dict[str, str]:
+    where = f"plan: {name}"
+    moments = read_record(read_field(record, name, where="plan"), where=where)
+    return {evicted: read_text(moments, evicted, where=where) for evicted in moments}
 
 
 def _read_decision(decisions: dict[str, object], name: str) -> Decision:

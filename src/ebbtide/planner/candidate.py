@@ -1,0 +1,87 @@
+"""From a candidate's states to decisions with tiers, and to the best exact layout among several."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ebbtide.machine import Machine
+from ebbtide.plan import Decision
+from ebbtide.planner.caps import Caps
+from ebbtide.planner.layout import Layout, Treatment, lay_out
+from ebbtide.planner.space import Floats, Ints, Space, State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A candidate that keeps to the caps."""
+
+    treatments: tuple[Treatment, ...]
+    """One for each block."""
+    layout: Layout
+    """Its times and copies."""
+
+
+def treat(space: Space, states: Sequence[State], host_bytes: int) -> tuple[Treatment, ...]:
+    """Give what is evicted a tier: host memory, and what does not fit there the disk.
+
+    The earliest blocks go to the disk, the deepest tier: they are away longest.
+    """
+    over = sum(state.evicted_bytes for state in states) - host_bytes
+    treatments: list[Treatment] = []
+    for c, state in zip(space.chain.class_of, states, strict=True):
+        pins = space.chain.classes[c].pins
+        tiers: dict[int, Decision] = {}
+        for i in state.evicted:
+            tiers[i] = pins[i] or (Decision.DISK if over > 0 else Decision.HOST)
+            if tiers[i] is Decision.DISK:
+                over -= state.program.num_bytes[i]
+        treatments.append(Treatment(program=state.program, tiers=tiers))
+    return tuple(treatments)
+
+
+def best_layout(
+    space: Space, candidates: Ints, seconds: Floats, machine: Machine, caps: Caps, *, num: int
+) -> Found | None:
+    """Lay out the best candidates by estimate, and return the best of them by exact time.
+
+    Args:
+        space: What the candidates are of.
+        candidates: A state for each candidate (row) and block (column).
+        seconds: Estimated time of each; infinite where it does not fit.
+        machine: Its links.
+        caps: What the step may take.
+        num: How many are laid out.
+    """
+    best: Found | None = None
+    seen: set[bytes] = set()
+    for k in np.argsort(seconds, kind="stable"):
+        if not np.isfinite(seconds[k]) or len(seen) == num:
+            break
+        key = candidates[k].tobytes()
+        if key in seen:
+            continue
+        seen.add(key)
+        found = lay_out_states(space, [space.states[s] for s in candidates[k]], machine, caps)
+        if found is not None and (best is None or _order(found) < _order(best)):
+            best = found
+    return best
+
+
+def lay_out_states(
+    space: Space, states: Sequence[State], machine: Machine, caps: Caps
+) -> Found | None:
+    """Return the exact layout of one candidate, or None if it does not keep to the caps."""
+    treatments = treat(space, states, caps.host_bytes)
+    moved = {tier: 0 for tier in (Decision.HOST, Decision.DISK)}
+    for treatment in treatments:
+        for i, tier in treatment.tiers.items():
+            moved[tier] += treatment.program.num_bytes[i]
+    if moved[Decision.HOST] > caps.host_bytes or moved[Decision.DISK] > caps.disk_bytes:
+        return None
+    layout = lay_out(space.chain, treatments, machine, cap_bytes=caps.device_bytes)
+    return None if layout is None else Found(treatments=treatments, layout=layout)
+
+
+def _order(found: Found) -> tuple[int, int]:
+    return found.layout.step_ns, found.layout.peak_bytes

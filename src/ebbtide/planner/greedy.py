@@ -1,0 +1,66 @@
+"""Greedy: by price per byte into the free window of the link; needs no solver.
+
+The steps and bytes of `ebbtide.planner.family` are searched over a coarse grid of the whole plane,
+then over finer ones around the best of it. The best few by estimate are laid out exactly. Sources:
+Capuchin (ASPLOS 2020) swaps what is hidden first and then recomputes by price; what differs is
+that every candidate is a whole step with its peak, so an early choice is never stuck. Known
+weakness: all blocks of a class take their steps in one order.
+"""
+
+import numpy as np
+
+from ebbtide.machine import Machine
+from ebbtide.planner.candidate import Found, best_layout
+from ebbtide.planner.caps import Caps
+from ebbtide.planner.family import Family
+from ebbtide.planner.space import Floats, Ints, Space
+
+NUM_STEPS, NUM_AMOUNTS = 24, 8
+"""Points of each grid: in steps down the menus, and in bytes evicted."""
+NUM_GRIDS = 3
+"""One over the whole plane, then ever finer ones around the best point."""
+NUM_LAID_OUT = 3
+"""Candidates that are laid out exactly."""
+
+
+def plan_greedily(space: Space, machine: Machine, caps: Caps) -> Found | None:
+    """Return the best candidate that keeps to the caps, or None."""
+    candidates, seconds = search(space, machine, caps)
+    return best_layout(space, candidates, seconds, machine, caps, num=NUM_LAID_OUT)
+
+
+def search(space: Space, machine: Machine, caps: Caps) -> tuple[Ints, Floats]:
+    """Return the candidates of all grids and their estimated seconds."""
+    family = Family(space, max_evicted_bytes=caps.host_bytes + caps.disk_bytes)
+    outside = space.chain.outside
+    held = outside.resident_bytes + outside.constant_bytes + outside.turn_bytes
+    room = float(caps.device_bytes - held)
+    low, high = 0, family.num_steps
+    centre = spread = 0.0
+    pure = family.uniform()
+    rows = [pure]
+    times = [space.estimate(pure, machine, caps)]
+    for turn in range(NUM_GRIDS):
+        steps = np.unique(np.linspace(low, high, NUM_STEPS).round().astype(np.int64))
+        grid = np.repeat(steps, NUM_AMOUNTS)
+        most = family.evictable_bytes(grid)
+        least = np.clip(family.stored_bytes(grid) - room, 0.0, most)
+        if turn == 0:
+            # Denser near the least: more than is needed only makes room for fetches.
+            share = np.tile(np.linspace(0.0, 1.0, NUM_AMOUNTS) ** 2, len(steps))
+            evicted = least + (most - least) * share
+        else:
+            offset = np.tile(np.linspace(-1.0, 1.0, NUM_AMOUNTS), len(steps))
+            evicted = np.clip(least + centre + offset * spread, least, most)
+        candidates = family.candidates(grid, evicted)
+        seconds = space.estimate(candidates, machine, caps)
+        rows.append(candidates)
+        times.append(seconds)
+        k = int(np.argmin(seconds))
+        if not np.isfinite(seconds[k]):
+            break
+        width = max(1, (high - low) // (NUM_STEPS - 1))
+        low, high = max(0, int(grid[k]) - width), min(family.num_steps, int(grid[k]) + width)
+        centre = float(evicted[k] - least[k])
+        spread = float(most[k] - least[k]) / NUM_AMOUNTS if turn == 0 else spread / 3
+    return np.concatenate(rows), np.concatenate(times)

@@ -1,0 +1,140 @@
+"""The menu of a block class: the best ways to trade stored bytes for recomputation.
+
+An option is a set of stored activations; the rest of what backward needs is replayed from them.
+For a price of one byte, the option with the least (recomputation + price x stored bytes) is a
+minimum cut: a call is replayed or not, replaying it needs its inputs, and what is needed and not
+replayed is stored. All such options together are the lower convex hull of (bytes, time) over the
+2^n sets; they are found by cutting between neighbours until nothing new appears (project
+selection, Picard 1976; the chord method, Eisner and Severance 1976). What differs: op calls with
+several outputs pay once, and inputs shared by several replays are stored once, so cones need no
+special case. Known weakness: the working set of a replay has no part in the price.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ebbtide.plan import Decision
+from ebbtide.planner.chain import BlockClass
+
+_STORED = frozenset({Decision.KEEP, Decision.HOST, Decision.DISK})
+
+# Node numbers of the cut; calls and unsaved activations follow.
+_SOURCE, _SINK = 0, 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One way to treat a block's activations."""
+
+    stored: frozenset[int]
+    """Activations that are kept or evicted; all are needed."""
+    num_bytes: int
+    """Their bytes."""
+    replay_ns: int
+    """Time to replay what is needed and not stored, each call once."""
+
+
+def make_menu(block: BlockClass) -> tuple[Option, ...]:
+    """Return the options on the hull, from most bytes and least time to least bytes."""
+    everything = sum(block.num_bytes) + 1
+    all_time = sum(call.make_ns for call in block.calls) + 1
+    # Ties go to the fewer bytes on the first, and to the least time on the last.
+    first = _cut(block, time_weight=everything, byte_weight=1)
+    last = _cut(block, time_weight=1, byte_weight=all_time)
+    if first.num_bytes <= last.num_bytes:
+        return (first,)
+    options = [first, last]
+    todo = [(first, last)]
+    while todo:
+        left, right = todo.pop()
+        time_weight = left.num_bytes - right.num_bytes
+        byte_weight = right.replay_ns - left.replay_ns
+        if time_weight <= 0 or byte_weight <= 0:
+            continue
+        found = _cut(block, time_weight=time_weight, byte_weight=byte_weight)
+        cost = time_weight * found.replay_ns + byte_weight * found.num_bytes
+        if cost < time_weight * left.replay_ns + byte_weight * left.num_bytes:
+            options.append(found)
+            todo += [(left, found), (found, right)]
+    return tuple(sorted(options, key=lambda option: -option.num_bytes))
+
+
+def make_option(block: BlockClass, replayed: frozenset[int]) -> Option:
+    """Return the option in which just the calls `replayed`, where they are needed, run again."""
+    needed = {i for i, is_saved in enumerate(block.is_saved) if is_saved}
+    todo, run, stored = sorted(needed), set[int](), set[int]()
+    while todo:
+        i = todo.pop()
+        number = block.call_of[i]
+        if number not in replayed:
+            stored.add(i)
+        elif number not in run:
+            run.add(number)
+            todo += [j for j in block.calls[number].inputs if j not in stored]
+    return Option(
+        stored=frozenset(stored),
+        num_bytes=sum(block.num_bytes[i] for i in stored),
+        replay_ns=sum(block.calls[number].make_ns for number in run),
+    )
+
+
+def _cut(block: BlockClass, *, time_weight: int, byte_weight: int) -> Option:
+    """Return the option with the least weighted sum of recomputation and stored bytes."""
+    num_calls = len(block.calls)
+    edges: list[dict[int, int]] = [{} for _ in range(2 + num_calls + len(block.num_bytes))]
+    endless = 1 + sum(
+        time_weight * call.make_ns + byte_weight * sum(block.num_bytes[i] for i in call.outputs)
+        for call in block.calls
+    )
+
+    def add(tail: int, head: int, capacity: int) -> None:
+        edges[tail][head] = edges[tail].get(head, 0) + capacity
+        edges[head].setdefault(tail, 0)
+
+    # On the source's side: the calls that are replayed and the unsaved inputs that they need.
+    for number, call in enumerate(block.calls):
+        node = 2 + number
+        pins = {block.pins[i] for i in call.outputs}
+        may_run_again = call.is_replayable and not pins & _STORED
+        add(node, _SINK, time_weight * call.make_ns if may_run_again else endless)
+        if Decision.RECOMPUTE in pins and may_run_again:
+            add(_SOURCE, node, endless)
+        saved_bytes = sum(block.num_bytes[i] for i in call.outputs if block.is_saved[i])
+        if saved_bytes:
+            add(_SOURCE, node, byte_weight * saved_bytes)
+        for i in call.outputs:
+            if not block.is_saved[i]:
+                add(2 + num_calls + i, node, byte_weight * block.num_bytes[i])
+        if may_run_again:
+            for i in call.inputs:
+                if not block.is_saved[i]:
+                    add(node, 2 + num_calls + i, endless)
+    reached = _source_side(edges)
+    return make_option(
+        block, frozenset(number for number in range(num_calls) if 2 + number in reached)
+    )
+
+
+def _source_side(edges: list[dict[int, int]]) -> set[int]:
+    """Saturate the network and return what the source still reaches; `edges` are used up."""
+    while True:
+        parent = {_SOURCE: _SOURCE}
+        waiting = deque([_SOURCE])
+        while waiting and _SINK not in parent:
+            tail = waiting.popleft()
+            for head, capacity in edges[tail].items():
+                if capacity > 0 and head not in parent:
+                    parent[head] = tail
+                    waiting.append(head)
+        if _SINK not in parent:
+            return set(parent)
+        path = [_SINK]
+        while path[-1] != _SOURCE:
+            path.append(parent[path[-1]])
+        path.reverse()
+        steps = list(pairwise(path))
+        flow = min(edges[tail][head] for tail, head in steps)
+        for tail, head in steps:
+            edges[tail][head] -= flow
+            edges[head][tail] += flow

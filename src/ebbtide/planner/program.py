@@ -1,0 +1,154 @@
+"""What a block does under one option: the moments of `docs/planner.md`, with times and bytes.
+
+A program does not say which stored activations are evicted; it says when each is made, first
+needed and last needed, so that any choice can be laid over it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from ebbtide.planner.chain import BlockClass
+from ebbtide.planner.menu import Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The moments of one block; `call` and `event` below are indices of moments."""
+
+    option: Option
+    """What is stored."""
+    call_ns: tuple[int, ...]
+    """Time of each forward moment; the last one's includes the block's `rest_ns`."""
+    transient_bytes: tuple[int, ...]
+    """Activations that are alive and not stored, with workspaces, at each forward moment."""
+    event_ns: tuple[int, ...]
+    """Time of each backward moment, replays included."""
+    replay_ns: tuple[int, ...]
+    """The part of it that replays take."""
+    scratch_bytes: tuple[int, ...]
+    """Most bytes of replayed activations, gradients and workspaces at each backward moment."""
+    num_bytes: tuple[int, ...]
+    """Bytes of each activation of the block."""
+    made_at: dict[int, int]
+    """Stored activation to the call that makes it."""
+    first_need: dict[int, int]
+    """Stored activation to the first event that needs it; stored ones that nothing needs are
+    missing."""
+    last_need: dict[int, int]
+    """Stored activation to the last event that needs it."""
+
+
+def make_program(block: BlockClass, option: Option) -> Program:
+    """Walk through a block's forward and backward under `option`."""
+    event_ns, replay_ns, scratch, first, last = _walk_backward(block, option.stored)
+    call_ns = [call.make_ns for call in block.calls]
+    call_ns[-1] += block.rest_ns
+    return Program(
+        option=option,
+        call_ns=tuple(call_ns),
+        transient_bytes=_transient_bytes(block, option.stored),
+        event_ns=tuple(event_ns),
+        replay_ns=tuple(replay_ns),
+        scratch_bytes=tuple(scratch),
+        num_bytes=block.num_bytes,
+        made_at={i: block.call_of[i] for i in sorted(option.stored)},
+        first_need=first,
+        last_need=last,
+    )
+
+
+def _transient_bytes(block: BlockClass, stored: frozenset[int]) -> tuple[int, ...]:
+    end = len(block.calls) - 1
+    dies_at = [end] * len(block.num_bytes)
+    last_reader = {i: number for number, call in enumerate(block.calls) for i in call.inputs}
+    for i, number in last_reader.items():
+        if not block.calls[block.call_of[i]].is_input:
+            dies_at[i] = number
+    change = [0] * (end + 2)
+    for i, num_bytes in enumerate(block.num_bytes):
+        if i not in stored:
+            change[block.call_of[i]] += num_bytes
+            change[dies_at[i] + 1] -= num_bytes
+    alive, result = block.workspace_bytes, list[int]()
+    for delta in change[: end + 1]:
+        alive += delta
+        result.append(alive)
+    return tuple(result)
+
+
+def _walk_backward(
+    block: BlockClass, stored: frozenset[int]
+) -> tuple[list[int], list[int], list[int], dict[int, int], dict[int, int]]:
+    uses_left = _count_uses(block, stored)
+    there: set[int] = set()
+    memo_bytes = 0
+    event_ns: list[int] = []
+    replay_ns: list[int] = []
+    scratch: list[int] = []
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+
+    def need(i: int, event: int) -> None:
+        first.setdefault(i, event)
+        last[i] = event
+
+    def use_up(i: int) -> int:
+        """Count one use of a replayed activation; return the bytes that this frees."""
+        uses_left[i] -= 1
+        if uses_left[i] or i not in there:
+            return 0
+        there.discard(i)
+        return block.num_bytes[i]
+
+    for event, uses in enumerate(block.uses):
+        spent_ns, peak_bytes = 0, memo_bytes
+        for i in uses:
+            if i in stored:
+                need(i, event)
+                continue
+            for number in _calls_to_make(block, i, stored, there):
+                call = block.calls[number]
+                spent_ns += call.make_ns
+                for j in call.outputs:
+                    if j not in stored and j not in there and uses_left[j] > 0:
+                        there.add(j)
+                        memo_bytes += block.num_bytes[j]
+                peak_bytes = max(peak_bytes, memo_bytes)
+                for j in call.inputs:
+                    if j in stored:
+                        need(j, event)
+                    else:
+                        memo_bytes -= use_up(j)
+        replay_ns.append(spent_ns)
+        event_ns.append(spent_ns + block.compute_ns[event])
+        scratch.append(max(peak_bytes, memo_bytes + block.held_bytes[event]))
+        for i in uses:
+            if i not in stored:
+                memo_bytes -= use_up(i)
+    return event_ns, replay_ns, scratch, first, last
+
+
+def _count_uses(block: BlockClass, stored: frozenset[int]) -> Counter[int]:
+    """Count, for each activation, the events that use it and the replayed calls that read it."""
+    counts: Counter[int] = Counter(i for uses in block.uses for i in uses)
+    run: set[int] = set()
+    for uses in block.uses:
+        for i in uses:
+            run.update(_calls_to_make(block, i, stored, set()))
+    counts.update(i for number in run for i in block.calls[number].inputs)
+    return counts
+
+
+def _calls_to_make(
+    block: BlockClass, wanted: int, stored: frozenset[int], there: set[int]
+) -> list[int]:
+    """Return the calls, in forward order, that make `wanted` from what is there."""
+    todo, found = [wanted], set[int]()
+    while todo:
+        i = todo.pop()
+        number = block.call_of[i]
+        if i in stored or i in there or number in found:
+            continue
+        found.add(number)
+        todo += block.calls[number].inputs
+    return sorted(found)
