@@ -93,8 +93,8 @@ class BackwardEvent:
     compute_ns: int
     """Time from then to the next event, without what recomputation takes."""
     held_bytes: int
-    """Most bytes of gradients and workspaces held in that time, beyond what is held when the
-    block's backward starts. Activations, recomputed ones too, are not counted."""
+    """Most bytes of gradients, the incoming one too, and of workspaces held in that time.
+    Activations, recomputed ones too, and the gradients of parameters are not counted."""
 
     def __post_init__(self) -> None:
         refuse_negative(self.compute_ns, "a backward event", "compute_ns")

@@ -40,6 +40,8 @@ class _Moved:
     out_end: int = 0
     in_end: int = -1
     """-1: not fetched yet."""
+    held_until: int = 0
+    """The forward moment up to which forward itself holds it."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,9 @@ class _Replay:
         self._peak = self._held + chain.outside.ends_bytes
         self._moved: dict[str, _Moved] = {}
         self._leaving: dict[str, _Moved] = {}
+        self._moment = 0
+        self._freed_after: dict[int, int] = {}
+        """Bytes that were let go while forward still held them, by the moment that frees them."""
         self._released_at: dict[str, list[str]] = {}
         for name, anchor in plan.release_at.items():
             self._released_at.setdefault(anchor, []).append(name)
@@ -84,7 +89,7 @@ class _Replay:
             )
             key = (number, stored)
             if key not in programs:
-                option = Option(stored=stored, num_bytes=0, replay_ns=0)
+                option = Option(stored=stored, num_bytes=0, replay_ns=0, replayed=frozenset())
                 programs[key] = make_program(chain.classes[number], option)
             self._programs.append(programs[key])
 
@@ -94,6 +99,7 @@ class _Replay:
         self._held += outside.constant_bytes
         for block in range(len(self._programs)):
             self._forward(block)
+        self._held -= sum(self._freed_after.values())
         for name in self._plan.decisions:
             if name in self._leaving and name not in self._plan.release_at:
                 self._let_go(name)
@@ -117,6 +123,7 @@ class _Replay:
         for i, call in program.made_at.items():
             made[call].append(i)
         for number, call in enumerate(calls):
+            self._held -= self._freed_after.pop(self._moment - 1, 0)
             for i in call.outputs:
                 self._let_go_at(names[i])
             new_bytes = sum(program.num_bytes[i] for i in made[number])
@@ -126,7 +133,9 @@ class _Replay:
             for i in made[number]:
                 decision = self._plan.decision(names[i])
                 if decision is not Decision.KEEP:
-                    self._evict(names[i], program.num_bytes[i], decision is Decision.DISK)
+                    moved = self._evict(names[i], program.num_bytes[i], decision is Decision.DISK)
+                    moved.held_until = self._moment - number + program.last_held[i]
+            self._moment += 1
         self._compute("forward", program.call_ns[-1] - calls[-1].make_ns)
 
     def _backward(self) -> None:
@@ -137,9 +146,14 @@ class _Replay:
                 for i in uses:
                     moment_of.setdefault(self._chain.names[block][i], moment)
                 moment += 1
+        needed_ever = {
+            self._chain.names[block][i]
+            for block, program in enumerate(self._programs)
+            for i in program.first_need
+        }
         due: dict[int, list[_Moved]] = {}
         for name, anchor in self._plan.fetch_at.items():
-            if name in self._moved and anchor in moment_of:
+            if name in self._moved and name in needed_ever and anchor in moment_of:
                 due.setdefault(moment_of[anchor], []).append(self._moved[name])
         moment = 0
         for block in reversed(range(len(self._programs))):
@@ -192,9 +206,13 @@ class _Replay:
     def _let_go(self, name: str) -> None:
         moved = self._leaving.pop(name)
         self._wait_until(moved.out_end, name)
-        self._held -= moved.num_bytes
+        if moved.held_until < self._moment:
+            self._held -= moved.num_bytes
+        else:
+            freed = self._freed_after.get(moved.held_until, 0)
+            self._freed_after[moved.held_until] = freed + moved.num_bytes
 
-    def _evict(self, name: str, num_bytes: int, is_on_disk: bool) -> None:
+    def _evict(self, name: str, num_bytes: int, is_on_disk: bool) -> _Moved:
         moved = _Moved(name, num_bytes, is_on_disk, len(self._moved))
         self._moved[name] = self._leaving[name] = moved
         machine, end = self._machine, self._now
@@ -203,6 +221,7 @@ class _Replay:
         if is_on_disk:
             end = self._copy(Lane.DISK_WRITE, moved, end, machine.disk_write_bytes_per_s)
         moved.out_end = end
+        return moved
 
     def _fetch(self, moved: _Moved) -> None:
         if moved.in_end >= 0:

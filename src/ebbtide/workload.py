@@ -107,7 +107,9 @@ class Workload:
     @property
     def is_timed(self) -> bool:
         """Whether times and the rest of the step are known, as a budget needs."""
-        return self.outside is not None and all(block.backward for block in self.blocks)
+        return self.outside is not None and all(
+            block.backward or not block.num_bytes_saved for block in self.blocks
+        )
 
     @property
     def fingerprint(self) -> str:

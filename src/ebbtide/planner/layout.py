@@ -6,7 +6,6 @@ stall, only where memory needs it. Fetches start at the earliest moment from whi
 room until they are needed, in reverse order of eviction.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,6 +52,8 @@ class _Copy:
     name: str
     num_bytes: int
     tier: Decision
+    held_until: int = 0
+    """Forward moment, over all blocks, up to which forward itself holds it."""
     out_end: int = 0
     first: int = 0
     """Backward moment, over all blocks."""
@@ -113,7 +114,8 @@ class _Forward:
         self._cap = cap_bytes
         self._held = outside.resident_bytes + outside.constant_bytes
         """What is on the device and stays: with kept activations, without leaving ones."""
-        self._leaving: deque[_Copy] = deque()
+        self._moment = 0
+        self._leaving: list[_Copy] = []
         self._leaving_bytes = 0
         self._link_free = self._disk_free = 0
 
@@ -126,7 +128,9 @@ class _Forward:
             made[call].append(i)
         for call, spent_ns in enumerate(program.call_ns):
             new_bytes = sum(program.num_bytes[i] for i in made[call])
-            anchor = names[calls[call].outputs[0]]
+            # What comes from outside is there before anything could be let go for it.
+            is_named = calls[call].outputs and not calls[call].is_input
+            anchor = names[calls[call].outputs[0]] if is_named else None
             if not self._fit(new_bytes + program.transient_bytes[call], anchor):
                 return False
             # What the block does after its last call does not delay the last call's copies.
@@ -137,45 +141,50 @@ class _Forward:
                 if tier is None:
                     self._held += program.num_bytes[i]
                 else:
-                    self._evict(names[i], program.num_bytes[i], tier)
+                    copy = _Copy(names[i], program.num_bytes[i], tier)
+                    copy.held_until = self._moment - call + program.last_held[i]
+                    self._evict(copy)
             self.now += rest_ns
+            self._moment += 1
         return True
 
     def turn(self) -> bool:
         if not self._fit(self._chain.outside.turn_bytes, TURN_START):
             return False
         self.now += self._chain.outside.turn_ns
-        while self._leaving:
-            self._let_go(TURN_END)
+        for copy in self._leaving:
+            self._let_go(copy, TURN_END)
         return True
 
-    def _fit(self, num_bytes: int, anchor: str) -> bool:
+    def _fit(self, num_bytes: int, anchor: str | None) -> bool:
         """Let go what has left by now, and wait for more where memory needs it."""
-        while self._leaving and (
-            self._leaving[0].out_end <= self.now
-            or self._held + self._leaving_bytes + num_bytes > self._cap
-        ):
-            self._let_go(anchor)
+        if anchor is not None and self._leaving:
+            stay: list[_Copy] = []
+            for copy in self._leaving:
+                is_full = self._held + self._leaving_bytes + num_bytes > self._cap
+                if copy.held_until < self._moment and (copy.out_end <= self.now or is_full):
+                    self._let_go(copy, anchor)
+                else:
+                    stay.append(copy)
+            self._leaving = stay
         now_bytes = self._held + self._leaving_bytes + num_bytes
         self.peak_bytes = max(self.peak_bytes, now_bytes)
         return now_bytes <= self._cap
 
-    def _let_go(self, anchor: str) -> None:
-        copy = self._leaving.popleft()
+    def _let_go(self, copy: _Copy, anchor: str) -> None:
         self.now = max(self.now, copy.out_end)
         self._leaving_bytes -= copy.num_bytes
         self.release_at[copy.name] = anchor
 
-    def _evict(self, name: str, num_bytes: int, tier: Decision) -> None:
-        copy = _Copy(name, num_bytes, tier)
-        machine = self._machine
+    def _evict(self, copy: _Copy) -> None:
+        machine, num_bytes = self._machine, copy.num_bytes
         if machine.out_bytes_per_s:
             start = max(self.now, self._link_free)
             self._link_free = start + copy_ns(num_bytes, machine.out_bytes_per_s)
             copy.out_end = self._link_free
         else:
             copy.out_end = self.now
-        if tier is Decision.DISK:
+        if copy.tier is Decision.DISK:
             start = max(copy.out_end, self._disk_free)
             self._disk_free = start + copy_ns(num_bytes, machine.disk_write_bytes_per_s)
             copy.out_end = self._disk_free

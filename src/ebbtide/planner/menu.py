@@ -19,6 +19,9 @@ from ebbtide.planner.chain import BlockClass
 
 _STORED = frozenset({Decision.KEEP, Decision.HOST, Decision.DISK})
 
+NEAR_HULL_SHARE = 0.02
+"""How far above the hull an option may lie, as a share of the time between its corners."""
+
 # Node numbers of the cut; calls and unsaved activations follow.
 _SOURCE, _SINK = 0, 1
 
@@ -33,6 +36,8 @@ class Option:
     """Their bytes."""
     replay_ns: int
     """Time to replay what is needed and not stored, each call once."""
+    replayed: frozenset[int]
+    """The calls that this runs again."""
 
 
 def make_menu(block: BlockClass) -> tuple[Option, ...]:
@@ -57,7 +62,31 @@ def make_menu(block: BlockClass) -> tuple[Option, ...]:
         if cost < time_weight * left.replay_ns + byte_weight * left.num_bytes:
             options.append(found)
             todo += [(left, found), (found, right)]
-    return tuple(sorted(options, key=lambda option: -option.num_bytes))
+    options.sort(key=lambda option: -option.num_bytes)
+    between = [o for left, right in pairwise(options) for o in _between(block, left, right)]
+    return tuple(sorted([*options, *between], key=lambda option: -option.num_bytes))
+
+
+def _between(block: BlockClass, left: Option, right: Option) -> list[Option]:
+    """Return options on the way from one corner of the hull to the next that lie on the hull.
+
+    Of several calls with one price the corners drop all or none. Where only whole options can be
+    chosen, those between make the steps smaller at no cost.
+    """
+    more = sorted(right.replayed - left.replayed)
+    found: list[Option] = []
+    replayed, last = left.replayed, left
+    for number in more[:-1]:
+        replayed = replayed | {number}
+        option = make_option(block, replayed)
+        share = (left.num_bytes - option.num_bytes) / (left.num_bytes - right.num_bytes)
+        line_ns = left.replay_ns + share * (right.replay_ns - left.replay_ns)
+        slack_ns = NEAR_HULL_SHARE * (right.replay_ns - left.replay_ns)
+        is_step = right.num_bytes < option.num_bytes < last.num_bytes
+        if is_step and option.replay_ns <= line_ns + slack_ns:
+            found.append(option)
+            last = option
+    return found
 
 
 def make_option(block: BlockClass, replayed: frozenset[int]) -> Option:
@@ -76,6 +105,7 @@ def make_option(block: BlockClass, replayed: frozenset[int]) -> Option:
         stored=frozenset(stored),
         num_bytes=sum(block.num_bytes[i] for i in stored),
         replay_ns=sum(block.calls[number].make_ns for number in run),
+        replayed=frozenset(run),
     )
 
 

@@ -29,6 +29,8 @@ class Program:
     """Most bytes of replayed activations, gradients and workspaces at each backward moment."""
     num_bytes: tuple[int, ...]
     """Bytes of each activation of the block."""
+    last_held: tuple[int, ...]
+    """The last call during which forward itself holds each activation."""
     made_at: dict[int, int]
     """Stored activation to the call that makes it."""
     first_need: dict[int, int]
@@ -41,36 +43,43 @@ class Program:
 def make_program(block: BlockClass, option: Option) -> Program:
     """Walk through a block's forward and backward under `option`."""
     event_ns, replay_ns, scratch, first, last = _walk_backward(block, option.stored)
+    last_held = _last_held(block)
     call_ns = [call.make_ns for call in block.calls]
     call_ns[-1] += block.rest_ns
     return Program(
         option=option,
         call_ns=tuple(call_ns),
-        transient_bytes=_transient_bytes(block, option.stored),
+        transient_bytes=_transient_bytes(block, option.stored, last_held),
         event_ns=tuple(event_ns),
         replay_ns=tuple(replay_ns),
         scratch_bytes=tuple(scratch),
         num_bytes=block.num_bytes,
+        last_held=last_held,
         made_at={i: block.call_of[i] for i in sorted(option.stored)},
         first_need=first,
         last_need=last,
     )
 
 
-def _transient_bytes(block: BlockClass, stored: frozenset[int]) -> tuple[int, ...]:
+def _last_held(block: BlockClass) -> tuple[int, ...]:
     end = len(block.calls) - 1
-    dies_at = [end] * len(block.num_bytes)
     last_reader = {i: number for number, call in enumerate(block.calls) for i in call.inputs}
-    for i, number in last_reader.items():
-        if not block.calls[block.call_of[i]].is_input:
-            dies_at[i] = number
-    change = [0] * (end + 2)
+    return tuple(
+        end if block.calls[number].is_input else last_reader.get(i, end)
+        for i, number in enumerate(block.call_of)
+    )
+
+
+def _transient_bytes(
+    block: BlockClass, stored: frozenset[int], last_held: tuple[int, ...]
+) -> tuple[int, ...]:
+    change = [0] * (len(block.calls) + 1)
     for i, num_bytes in enumerate(block.num_bytes):
         if i not in stored:
             change[block.call_of[i]] += num_bytes
-            change[dies_at[i] + 1] -= num_bytes
+            change[last_held[i] + 1] -= num_bytes
     alive, result = block.workspace_bytes, list[int]()
-    for delta in change[: end + 1]:
+    for delta in change[:-1]:
         alive += delta
         result.append(alive)
     return tuple(result)
@@ -100,8 +109,12 @@ def _walk_backward(
         there.discard(i)
         return block.num_bytes[i]
 
+    last_held_bytes = max(block.held_bytes, default=0)
     for event, uses in enumerate(block.uses):
-        spent_ns, peak_bytes = 0, memo_bytes
+        spent_ns, peak_bytes = 0, 0
+        # Gradients that are alive before an event are held in it and in the one before it.
+        before_bytes = min(block.held_bytes[event], last_held_bytes)
+        last_held_bytes = block.held_bytes[event]
         for i in uses:
             if i in stored:
                 need(i, event)
@@ -109,11 +122,13 @@ def _walk_backward(
             for number in _calls_to_make(block, i, stored, there):
                 call = block.calls[number]
                 spent_ns += call.make_ns
+                # The op makes all its outputs, also those that are stored or not needed.
+                made_bytes = sum(block.num_bytes[j] for j in call.outputs)
+                peak_bytes = max(peak_bytes, memo_bytes + made_bytes + before_bytes)
                 for j in call.outputs:
                     if j not in stored and j not in there and uses_left[j] > 0:
                         there.add(j)
                         memo_bytes += block.num_bytes[j]
-                peak_bytes = max(peak_bytes, memo_bytes)
                 for j in call.inputs:
                     if j in stored:
                         need(j, event)

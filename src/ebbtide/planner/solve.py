@@ -103,7 +103,7 @@ class _Solver:
         self._workload, self._chain, self._machine = workload, chain, machine
         self._planner, self._time_limit_s = planner, time_limit_s
         slots = _FINE_SLOTS if len(chain.class_of) <= _FINE_BLOCKS else _COARSE_SLOTS
-        if planner == "greedy":
+        if planner == "greedy" and slots == _COARSE_SLOTS:
             slots = _GREEDY_SLOTS
         self._space = Space(chain, num_slots=slots, min_bytes=min_bytes)
 

@@ -83,6 +83,9 @@ class Space:
         self.evicted_bytes = np.array([s.evicted_bytes for s in self.states], dtype=np.float64)
         self.kept_bytes = np.array([s.kept_bytes for s in self.states], dtype=np.float64)
         self._tables = _tabulate(self.states, num_slots)
+        self._largest_move = max(
+            (s.program.num_bytes[i] for s in self.states for i in s.evicted), default=0
+        )
 
     def estimate(self, candidates: Ints, machine: Machine, caps: Caps) -> Floats:
         """Return the step time of each candidate in seconds; infinite where it does not fit.
@@ -105,22 +108,23 @@ class Space:
         time = np.full(len(candidates), outside.ends_ns * 1e-9)
         kept, queue, lacks = (np.zeros(len(candidates)) for _ in range(3))
 
-        def make_room(over: Floats) -> None:
-            """Wait until enough of the queue has left."""
+        def make_room(held: Floats) -> None:
+            """Wait until enough of the queue has left; activations leave as a whole."""
             nonlocal time, queue, lacks
-            wanted = np.maximum(over, 0.0)
+            last = np.where(queue > 0.0, self._largest_move, 0.0)
+            wanted = np.maximum(held + queue + last - room, 0.0)
             gone = np.minimum(wanted, queue)
-            lacks = np.maximum(lacks, wanted - gone)
+            lacks = np.maximum(lacks, wanted - gone - last)
             time, queue = time + gone / out_rate, queue - gone
 
         for made, leaving, alive, spent_s in zip(
             kept_made, evicted_made, transient, call_s, strict=True
         ):
-            make_room(kept + queue + made + leaving + alive - room)
+            make_room(kept + made + leaving + alive)
             time = time + spent_s
             queue = np.maximum(queue - out_rate * spent_s, 0.0) + leaving
             kept = kept + made
-        make_room(kept + queue + outside.turn_bytes - room)
+        make_room(kept + outside.turn_bytes)
         turn_s = outside.turn_ns * 1e-9
         time = time + turn_s + np.maximum(queue - out_rate * turn_s, 0.0) / out_rate
         spent = self._estimate_backward(candidates, room, kept, lacks, in_rate)
