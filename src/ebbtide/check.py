@@ -555,7 +555,7 @@ def _backward(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Moment]:
 def _fetches(plan: Plan, step: _Step) -> dict[int, list[str]]:
     """Number of an event to what is fetched at its start: at its moment, or at its first need.
 
-    What is evicted, needed by nothing and has no moment is never fetched.
+    What is evicted and needed by nothing is never fetched.
     """
     start_of: dict[str, int] = {}
     events = [uses for part in reversed(step.blocks) for uses in part.uses]
@@ -568,7 +568,7 @@ def _fetches(plan: Plan, step: _Step) -> dict[int, list[str]]:
         if moment is not None:
             start_of[name] = min(moment, start_of.get(name, moment))
     fetched_at: dict[int, list[str]] = {}
-    for name in step.evicted & start_of.keys():
+    for name in step.evicted & start_of.keys() & step.needed.keys():
         fetched_at.setdefault(start_of[name], []).append(name)
     return fetched_at
 

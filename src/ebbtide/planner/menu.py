@@ -128,14 +128,13 @@ def _cut(block: BlockClass, *, time_weight: int, byte_weight: int) -> Option:
         pins = {block.pins[i] for i in call.outputs}
         may_run_again = call.is_replayable and not pins & _STORED
         add(node, _SINK, time_weight * call.make_ns if may_run_again else endless)
-        if Decision.RECOMPUTE in pins and may_run_again:
-            add(_SOURCE, node, endless)
-        saved_bytes = sum(block.num_bytes[i] for i in call.outputs if block.is_saved[i])
-        if saved_bytes:
-            add(_SOURCE, node, byte_weight * saved_bytes)
         for i in call.outputs:
-            if not block.is_saved[i]:
-                add(2 + num_calls + i, node, byte_weight * block.num_bytes[i])
+            is_pinned = block.pins[i] is Decision.RECOMPUTE and may_run_again
+            # Saved ones are needed; the others if a replayed call reads them.
+            tail = _SOURCE if block.is_saved[i] else 2 + num_calls + i
+            num_bytes = block.num_bytes[i]
+            if is_pinned or num_bytes:
+                add(tail, node, endless if is_pinned else byte_weight * num_bytes)
         if may_run_again:
             for i in call.inputs:
                 if not block.is_saved[i]:
