@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import named_plan
+from ebbtide.torch.anchors import Anchors
 from ebbtide.torch.blocks import find_blocks
 from ebbtide.torch.devices.fake import FakeDevice, Schedule
 from ebbtide.torch.hooks import install
@@ -72,6 +73,7 @@ class Bench:
     max_out_bytes: int = 4 * ROW
     max_in_bytes: int = 4 * ROW
     num_host_rows: int = HOST_ROWS
+    anchors: Anchors = field(default_factory=Anchors)
     device: FakeDevice = field(init=False)
     ledger: Ledger = field(init=False)
     tiers: Tiers = field(init=False)
@@ -88,6 +90,7 @@ class Bench:
             self.ledger,
             max_out_bytes_in_flight=self.max_out_bytes,
             max_in_bytes_in_flight=self.max_in_bytes,
+            anchors=self.anchors,
         )
 
     def evict(self, value: int, num_bytes: int = ROW) -> Slot:
@@ -198,6 +201,7 @@ class FakeTide:
             self.ledger,
             max_out_bytes_in_flight=plan.max_out_bytes_in_flight,
             max_in_bytes_in_flight=plan.max_in_bytes_in_flight,
+            anchors=Anchors.of(plan, workload),
         )
         return plan, traffic
 

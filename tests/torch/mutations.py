@@ -22,7 +22,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path("src/ebbtide/torch")
 TESTS = tuple(
     f"tests/torch/{name}.py"
-    for name in ("test_traffic", "test_tiers", "test_identity", "test_record", "test_rules")
+    for name in (
+        "test_traffic",
+        "test_tiers",
+        "test_identity",
+        "test_record",
+        "test_rules",
+        "test_anchors",
+    )
 )
 # The small model and one schedule are enough, and ten times as fast as all.
 CHOSEN = "not llama and not (every_schedule and (eager or random))"
@@ -153,6 +160,12 @@ MUTATIONS = (
              "node.num_left = node.num_uses\n        if node.slot is not None:",
              "node.num_left = node.num_uses\n"
              "        node.slot = None\n        if node.slot is not None:"),
+    Mutation(4, "one graph's backward fetches for another", "traffic.py",
+             "self.forward_pass = Pass()\n        if",
+             "if"),
+    Mutation(4, "the second backward of a graph fetches nothing ahead", "traffic.py",
+             "self._waiting = deque(self._slots)",
+             "self._waiting = deque(self._slots if self._waiting is None else ())"),
     Mutation(5, "passes without gradients are recorded", "runtime.py",
              "not torch.is_grad_enabled() or torch.is_inference_mode_enabled()",
              "False"),
@@ -190,6 +203,37 @@ MUTATIONS = (
     Mutation(10, "the fetches of an unfinished backward are forgotten", "traffic.py",
              "while self._ahead:",
              "self._ahead.clear()\n        while self._ahead:"),
+    Mutation(10, "a plan's evictions are let go at the turn", "traffic.py",
+             "rank = self.anchors.call_ranks.get(group)",
+             "rank = None"),
+    Mutation(10, "a plan's evictions are let go a call too late", "tape.py",
+             "self._policy.reach(names[position][2])",
+             "pass"),
+    Mutation(10, "evictions are let go in the order in which they started", "traffic.py",
+             "heapq.heappush(self._releases, (rank, slot",
+             "self._releases.append((rank, slot"),
+    Mutation(10, "what is to stay until the turn's end goes at its start", "traffic.py",
+             "self._release_up_to(self.anchors.turn_start_rank)",
+             "self.settle_all()"),
+    Mutation(10, "sources are held into backward", "traffic.py",
+             "if self.anchors.has_releases:\n            self._settle_leaving()\n"
+             "        if not self",
+             "if not self"),
+    Mutation(10, "a pass holds sources of the one before", "traffic.py",
+             "self._settle_leaving()  # what an earlier pass",
+             "pass  # what an earlier pass"),
+    Mutation(10, "a plan's fetches start as soon as there is room", "traffic.py",
+             "if slot.fetch_rank > self._reached:",
+             "if False:"),
+    Mutation(10, "a plan's fetches start when they are needed", "traffic.py",
+             "self._reached = max(self._reached, rank)",
+             "pass"),
+    Mutation(10, "within a moment the first row evicted comes first", "traffic.py",
+             "(slot.fetch_rank, -slot.index)",
+             "(slot.fetch_rank, slot.index)"),
+    Mutation(10, "a block in which a moment lies is left alone", "runtime.py",
+             "return False  # a moment of the plan lies in it",
+             "pass  # a moment of the plan lies in it"),
     Mutation(11, "an unknown subclass is not counted", "tape.py",
              'self._policy.keep_unknown(f"subclass {type(tensor).__name__}")',
              "pass"),

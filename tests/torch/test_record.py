@@ -48,6 +48,9 @@ class FixedPolicy:
         place = self._bench.tiers.take(HOST, num_bytes)
         return (KEEP, None) if place is None else (HOST, place)
 
+    def reach(self, group: str) -> None:
+        """Moments of a plan are tested with whole models."""
+
     def keep_unknown(self, reason: str) -> None:
         """Note why a tensor was left alone."""
         self.unknown.append(reason)

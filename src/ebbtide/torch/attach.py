@@ -21,6 +21,7 @@ from ebbtide.memory.ledger import Ledger, Statistics
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import MIN_BYTES, PlanFamily, named_plan, parse_plan_name
 from ebbtide.planner.spill import spill_to_disk
+from ebbtide.torch.anchors import Anchors
 from ebbtide.torch.blocks import find_blocks
 from ebbtide.torch.devices.cpu import CpuDevice
 from ebbtide.torch.devices.cuda import CudaDevice, pin_host_region
@@ -327,14 +328,14 @@ class _PlanMaker:
                 plan = named_plan(self._plan, workload, tier=tier, min_bytes=self._min_bytes)
                 if self._disk is not None and self._host_cap is not None:
                     plan = spill_to_disk(plan, workload, self._host_cap)
-            return plan, self._traffic(plan)
+            return plan, self._traffic(plan, Anchors.of(plan, workload))
         except EbbtideError:
             tide = None if self.tide is None else self.tide()
             if tide is not None:
                 tide.close()  # the model is left as it was, and trains on
             raise
 
-    def _traffic(self, plan: Plan) -> Traffic | None:
+    def _traffic(self, plan: Plan, anchors: Anchors) -> Traffic | None:
         if not plan.host_bytes and not plan.disk_bytes:
             return None
         # Every region is rounded up to the arena's alignment.
@@ -364,6 +365,7 @@ class _PlanMaker:
             self._ledger,
             max_out_bytes_in_flight=plan.max_out_bytes_in_flight,
             max_in_bytes_in_flight=plan.max_in_bytes_in_flight,
+            anchors=anchors,
         )
 
 

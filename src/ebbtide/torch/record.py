@@ -60,10 +60,9 @@ class Node:
     """
 
     __slots__ = (
-        "call", "decision", "group", "index", "is_copy", "is_root", "kept", "kind", "layout",
-        "memo", "name", "num_bytes", "num_left", "num_packs", "num_uses", "op", "pieces", "place",
-        "role", "slot",
-        "version",
+        "activation", "call", "decision", "group", "index", "is_copy", "is_root", "kept", "kind",
+        "layout", "memo", "name", "num_bytes", "num_left", "num_packs", "num_uses", "op", "pieces",
+        "place", "role", "slot", "version",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +79,8 @@ class Node:
     ) -> None:
         self.index = index
         self.name = name
+        self.activation = name
+        """What the plan decides for: of a piece, the storage that it is of."""
         self.role = role
         self.kind = kind
         self.op = op
@@ -140,6 +141,7 @@ class Record:
         self.block = block
         self.is_checked = is_checked
         self.traffic = traffic
+        self.forward_pass = None if traffic is None else traffic.forward_pass
         self.nodes: list[Node | None] = []
         self.calls: list[Call | None] = []
         self.num_replayed_calls = 0
@@ -161,7 +163,9 @@ class Record:
             return  # it was written to since autograd saved it: `restore` says so, as torch does
         assert self.traffic is not None, "bug in ebbtide"
         place, node.place = node.place, None
-        node.slot = self.traffic.evict(node.name, bytes_of(node.kept), place, node.kept)
+        node.slot = self.traffic.evict(
+            node.name, bytes_of(node.kept), place, node.kept, node.activation
+        )
         node.kept = None
         if self.is_checked:
             # The copy must hold the value at save time, or a later write that the dispatcher
@@ -226,6 +230,7 @@ class Record:
                 node.group, layout.num_bytes, node.decision, place,
             )  # fmt: skip
             piece.kept, piece.num_packs = layout.pack_compact(kept), pieces[layout]
+            piece.activation = node.activation
             self.nodes.append(piece)
             self.evict(piece)
             self._pieces[node.index, layout] = piece.index

@@ -87,6 +87,8 @@ class Runtime:
         self._restoring: weakref.ref[Record] | None = None
         self._local = threading.local()
         self._model_storages: dict[int, Tensor] = {}
+        self._has_turned = False
+        """The last block's forward has ended: the next block that starts is in another pass."""
         self._watched: list[tuple[BlockState, Tensor, int]] = []
         """Inputs of observed blocks, until the next block starts or backward does."""
 
@@ -108,6 +110,9 @@ class Runtime:
         with self._lock:
             if self.traffic is not None:
                 self.traffic.bury()
+                if (state.index == 0 or self._has_turned) and not is_in_backward():
+                    self._has_turned = False
+                    self.traffic.start_pass()
                 if state.index == 0 and self.traffic.is_idle:
                     self.traffic.tiers.grow_to_demand()
             self._note_writes()
@@ -152,15 +157,16 @@ class Runtime:
     def _turn(self, traffic: Traffic, output: Any) -> None:
         """Between the last block's forward and its backward, where the logits' peak lies."""
         with self._lock:
-            traffic.settle_all()
+            traffic.start_turn()
+            self._has_turned = True
             start = traffic.next_index
-        known = weakref.ref(traffic)
+        known, known_pass = weakref.ref(traffic), weakref.ref(traffic.forward_pass)
 
         def fetch_first(_: Tensor) -> None:
             found = known()
             if found is not None and not self.is_closed:
                 with self._lock, torch.no_grad():
-                    found.fetch_ahead(start)
+                    found.start_backward(known_pass(), start)
 
         # The last block itself may have evicted nothing, so no unpack would start the fetches
         # of the block before it; its output's gradient is the first sign of backward.
@@ -237,6 +243,9 @@ class Runtime:
                     previous.drop_device_copies()
                 self._restoring = weakref.ref(record)
             self._note_writes()
+            if record.traffic is not None and record.forward_pass is not None:
+                activation = record.holder_of(packed).activation
+                record.traffic.reach_use(record.forward_pass, activation)
             before = record.num_replayed_calls
             tensor = record.restore(packed)
             if record.num_replayed_calls != before:
@@ -280,6 +289,8 @@ class Runtime:
         """Return whether the plan keeps all of a block: then it costs nothing."""
         if self.plan is None or state.observed is None:
             return False
+        if self.traffic is not None and state.path in self.traffic.anchors.blocks:
+            return False  # a moment of the plan lies in it
         decisions = (self.plan.decision(a.name) for a in state.observed.activations if a.is_saved)
         return all(d is Decision.KEEP for d in decisions)
 
@@ -347,6 +358,10 @@ class _Policy:
             self._ledger.count_kept_not_understood(f"no room left in the {decision.value} tier")
             return otherwise, None
         return decision, place
+
+    def reach(self, group: str) -> None:
+        if self._traffic is not None:
+            self._traffic.reach_call(group)
 
     def keep_unknown(self, reason: str) -> None:
         self._ledger.count_kept_not_understood(reason)

@@ -41,6 +41,10 @@ class Policy(Protocol):
         """Return the decision, with room reserved where it is HOST or DISK."""
         ...
 
+    def reach(self, group: str) -> None:
+        """Note that the call that makes `group` runs next, or where that is not known, ran."""
+        ...
+
     def keep_unknown(self, reason: str) -> None:
         """Count a tensor that stays on the device because it is not understood."""
         ...
@@ -137,11 +141,18 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if facts.is_view:
             return func(*args, **kwargs)
+        self._reach_call(func)
         if facts.written_positions or facts.written_names:
             return self._write(func, facts, args, kwargs)
         result = func(*args, **kwargs)
         self._record(func, facts, args, kwargs, result)
         return result
+
+    def _reach_call(self, func: Any) -> None:
+        """Announce the next call before it takes memory, if it is the one of the last forward."""
+        names, position = self._names, self._num_calls
+        if self._is_alike and position < len(names) and names[position][0] is func:
+            self._policy.reach(names[position][2])
 
     def _record(
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -310,6 +321,7 @@ class Tape(TorchDispatchMode):
             role, name = Role.PARAMETER, "parameter"
         elif key in self._inputs and tensor.device == self._device:
             role, name = Role.INPUT, self._unique(f"{self.record.block}:input")
+            self._policy.reach(name)
         else:
             role, name = Role.SHARED, "shared"
         node = self._new_node(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
@@ -375,6 +387,7 @@ class Tape(TorchDispatchMode):
         base = path if is_leaf and is_matmul else f"{path}:{op.strip('_')}"
         name = self._unique(base)
         names.append((func, base, name))
+        self._policy.reach(name)
         return name
 
     def _unique(self, name: str) -> str:

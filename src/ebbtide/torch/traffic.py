@@ -9,6 +9,8 @@ the peak is the same in every run.
 
 from __future__ import annotations
 
+import heapq
+import sys
 import weakref
 from collections import deque
 from typing import Final
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ebbtide.errors import RuntimeStateError
 from ebbtide.memory.ledger import Ledger
+from ebbtide.torch.anchors import TURN_END_RANK, Anchors
 from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream
 from ebbtide.torch.identity import StorageRef, storage_key
 from ebbtide.torch.tiers import Tiers
@@ -26,6 +29,9 @@ MUTATED: Final = (
     "operation: {name} was written to after autograd saved it (version {saved}, now {now}). "
     "Write to a copy instead: `x = x + y`, not `x += y`."
 )
+
+NEVER: Final = sys.maxsize
+"""After every use: it is fetched when it is needed."""
 
 CLOSED: Final = (
     "{name} was evicted, and the memory that held it was given back by close(). Run backward "
@@ -60,8 +66,8 @@ class Slot:
     """One evicted storage. Alive as long as a record of a graph holds it (design rule 4)."""
 
     __slots__ = (
-        "__weakref__", "_graveyard", "copies", "index", "is_used", "name", "version", "watched",
-        "written",
+        "__weakref__", "_graveyard", "copies", "fetch_rank", "forward_pass", "index", "is_used",
+        "name", "version", "watched", "written",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +77,7 @@ class Slot:
         name: str,
         copies: _Copies,
         watched: Tensor,
+        forward_pass: Pass,
         graveyard: deque[_Copies],
     ) -> None:
         self.index = index
@@ -84,6 +91,9 @@ class Slot:
         """The source's later version, when it was written to while its copy may have run."""
         self.is_used = False
         """Backward has asked for it: it is not fetched ahead again."""
+        self.forward_pass = forward_pass
+        self.fetch_rank = NEVER
+        """The use in backward at which the plan starts its fetch."""
         self._graveyard = graveyard
 
     @property
@@ -94,6 +104,56 @@ class Slot:
     def __del__(self) -> None:
         # A finalizer may run at any time and on any thread: it only hands over.
         self._graveyard.append(self.copies)
+
+
+class Pass:
+    """One forward pass: which of its slots backward fetches next, by the plan's moments.
+
+    Two graphs that are alive have a pass each, so that the backward of one starts no fetch of
+    the other (design rule 4). It dies with its slots and records.
+    """
+
+    __slots__ = ("__weakref__", "_reached", "_slots", "_waiting")
+
+    def __init__(self) -> None:
+        self._slots: list[weakref.ref[Slot]] = []
+        self._waiting: deque[weakref.ref[Slot]] | None = None
+        """In the order of their fetches; None until a backward starts."""
+        self._reached = TURN_END_RANK
+
+    def add(self, slot: Slot) -> None:
+        """Let `slot` be fetched at its moment, in each backward that starts from now on."""
+        self._slots.append(weakref.ref(slot))
+
+    def rewind(self) -> None:
+        """Start a backward: a retained graph runs several, and each one fetches anew."""
+        slots = [slot for known in self._slots if (slot := known()) is not None]
+        slots.sort(key=lambda slot: (slot.fetch_rank, -slot.index))
+        for slot in slots:
+            slot.is_used = False
+        self._slots = [weakref.ref(slot) for slot in slots]
+        self._waiting = deque(self._slots)
+        self._reached = TURN_END_RANK
+
+    def reach(self, rank: int) -> None:
+        """Note that backward has come to the use number `rank`."""
+        if self._waiting is None:
+            self.rewind()  # nothing told that it started
+        self._reached = max(self._reached, rank)
+
+    def next_due(self) -> Slot | None:
+        """Return the slot whose fetch is due and not started, or None."""
+        while self._waiting:
+            slot = self._waiting[0]()
+            if slot is None:
+                self._waiting.popleft()
+                continue
+            if slot.fetch_rank > self._reached:
+                return None
+            if not slot.is_used and slot.copies.leaving is None and slot.copies.back is None:
+                return slot
+            self._waiting.popleft()
+        return None
 
 
 class Traffic:
@@ -110,14 +170,19 @@ class Traffic:
         *,
         max_out_bytes_in_flight: int,
         max_in_bytes_in_flight: int,
+        anchors: Anchors | None = None,
     ) -> None:
         self.ledger = ledger
         self.tiers = tiers
+        self.anchors = anchors or Anchors()
+        self.forward_pass = Pass()
+        """The pass that runs now, or ran last."""
         self._device = device
         self._max_out = max_out_bytes_in_flight
         self._max_in = max_in_bytes_in_flight
         self._leaving: deque[weakref.ref[Slot]] = deque()
         self._ahead: deque[weakref.ref[Slot]] = deque()  # nearest first
+        self._releases: list[tuple[int, int, weakref.ref[Slot]]] = []  # a heap, soonest first
         self._out_bytes = 0
         self._in_bytes = 0
         self._order: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
@@ -126,14 +191,18 @@ class Traffic:
         self._graveyard: deque[_Copies] = deque()
         self._by_storage: dict[int, tuple[StorageRef, weakref.ref[Slot]]] = {}
 
-    def evict(self, name: str, source: Tensor, place: Place, watched: Tensor) -> Slot:
+    def evict(
+        self, name: str, source: Tensor, place: Place, watched: Tensor, activation: str = ""
+    ) -> Slot:
         """Start to copy `source`, a whole storage as bytes, to `place`.
 
         Args:
-            name: The activation, for messages.
+            name: What it is called in messages.
             source: The bytes; the caller gives up its reference.
             place: Where to; taken from `tiers`, given back when the slot dies.
             watched: An alias that shares the version counter of the tensor autograd saved.
+            activation: What the plan decides for, if that is not `name`: a piece has a name of
+                its own.
 
         Returns:
             The slot; one that exists already, if another block evicted the same storage
@@ -143,6 +212,7 @@ class Traffic:
         found = self._find(source, watched)
         if found is not None:
             self.tiers.give_back(place, None)
+            self._anchor(found, activation or name)
             return found
         num_bytes = source.numel()
         # Design rule 10: room first, so that bytes in flight never exceed the plan's bound.
@@ -158,12 +228,17 @@ class Traffic:
             name=name,
             copies=_Copies(place, source, stream, event),
             watched=watched,
+            forward_pass=self.forward_pass,
             graveyard=self._graveyard,
         )
         self._next_index += 1
         self._out_bytes += num_bytes
         self._leaving.append(weakref.ref(slot))
         self._order[slot.index] = slot
+        self._anchor(slot, activation or name)
+        if self.anchors.has_releases:
+            rank = self.anchors.release_ranks.get(activation or name, self.anchors.turn_start_rank)
+            heapq.heappush(self._releases, (rank, slot.index, weakref.ref(slot)))
         self._by_storage[slot.copies.key] = StorageRef(source.untyped_storage()), weakref.ref(slot)
         self.ledger.count_eviction(place.tier, num_bytes)
         self.ledger.count_device_bytes(num_bytes)
@@ -202,7 +277,10 @@ class Traffic:
             found, owner = copies.back, copies.back_stream
         if stream != owner:
             found = self._copy_across(found, owner, stream)
-        self.fetch_ahead(slot.index)
+        if self.anchors.has_fetches:
+            self._fetch_due(slot.forward_pass)
+        else:
+            self.fetch_ahead(slot.index)
         return found
 
     def fetch_ahead(self, index: int) -> None:
@@ -219,10 +297,8 @@ class Traffic:
                 continue
             if not self.tiers.is_open(copies.place.tier):
                 continue
-            if self._in_bytes + slot.num_bytes > self._max_in:  # design rule 10
+            if not self._fetch_if_room(slot):
                 return
-            self._fetch(slot)
-            self._ahead.append(weakref.ref(slot))
         if not found_any:
             self._first_index = start
 
@@ -250,11 +326,52 @@ class Traffic:
 
     def settle_all(self) -> None:
         """Fence every copy out and let the sources go: at the turn from forward to backward."""
-        self.bury()
-        while self._leaving:
-            self._settle_oldest()
-        while self._ahead:  # by a backward that stopped half-way
-            self._drop_farthest()
+        self._settle_leaving()
+        self._drop_ahead()
+
+    # -- the moments of a step -----------------------------------------------------------------
+
+    def start_pass(self) -> None:
+        """Note that a forward pass starts."""
+        self.forward_pass = Pass()
+        if self.anchors.has_releases:
+            self._settle_leaving()  # what an earlier pass was to hold until its backward
+
+    def reach_call(self, group: str) -> None:
+        """Let go what the plan lets go before the call that makes `group`."""
+        rank = self.anchors.call_ranks.get(group)
+        if rank is not None and self._releases:
+            self._release_up_to(rank)
+
+    def start_turn(self) -> None:
+        """Note that the last block's forward has ended: the logits' peak comes now."""
+        if not self.anchors.has_releases:
+            self.settle_all()
+            return
+        self._release_up_to(self.anchors.turn_start_rank)
+        self._drop_ahead()
+
+    def start_backward(self, forward_pass: Pass | None, index: int) -> None:
+        """Note that the backward of a pass starts, in which slots before `index` were evicted.
+
+        None for a pass of which no slot and no record is alive.
+        """
+        if self.anchors.has_releases:
+            self._settle_leaving()
+        if not self.anchors.has_fetches:
+            self.fetch_ahead(index)
+        elif forward_pass is not None:
+            forward_pass.rewind()
+            self._fetch_due(forward_pass)
+
+    def reach_use(self, forward_pass: Pass, activation: str) -> None:
+        """Start the fetches that the plan starts when backward asks for `activation`."""
+        rank = self.anchors.use_ranks.get(activation)
+        if rank is not None and self.anchors.has_fetches:
+            forward_pass.reach(rank)
+            self._fetch_due(forward_pass)
+
+    # -- the end -------------------------------------------------------------------------------
 
     def bury(self) -> None:
         """Give back what dead slots held, behind the fences that it needs."""
@@ -291,6 +408,43 @@ class Traffic:
     def bytes_in_flight(self) -> tuple[int, int]:
         """Device bytes held for copies under way: out and in."""
         return self._out_bytes, self._in_bytes
+
+    def _anchor(self, slot: Slot, activation: str) -> None:
+        """Note when the plan fetches `slot`: the soonest of all activations that it serves."""
+        rank = self.anchors.fetch_ranks.get(activation, NEVER)
+        if rank < slot.fetch_rank:
+            if slot.fetch_rank == NEVER:
+                slot.forward_pass.add(slot)
+            slot.fetch_rank = rank
+
+    def _release_up_to(self, rank: int) -> None:
+        while self._releases and self._releases[0][0] <= rank:
+            slot = heapq.heappop(self._releases)[2]()
+            if slot is None:
+                self.bury()
+            else:
+                self.settle(slot)
+
+    def _settle_leaving(self) -> None:
+        self.bury()
+        self._releases.clear()
+        while self._leaving:
+            self._settle_oldest()
+
+    def _fetch_due(self, forward_pass: Pass) -> None:
+        while (slot := forward_pass.next_due()) is not None:
+            if not self.tiers.is_open(slot.copies.place.tier):
+                return
+            if not self._fetch_if_room(slot):
+                return
+
+    def _fetch_if_room(self, slot: Slot) -> bool:
+        """Fetch ahead of the use, unless the bytes in flight would exceed the plan's bound."""
+        if self._in_bytes + slot.num_bytes > self._max_in:  # design rule 10
+            return False
+        self._fetch(slot)
+        self._ahead.append(weakref.ref(slot))
+        return True
 
     def _find(self, source: Tensor, watched: Tensor) -> Slot | None:
         known = self._by_storage.get(storage_key(source))
@@ -344,6 +498,11 @@ class Traffic:
     def _make_room(self, num_bytes: int) -> None:
         """Drop what was fetched ahead, farthest first, for a fetch that cannot wait."""
         while self._ahead and self._in_bytes + num_bytes > self._max_in:  # design rule 10
+            self._drop_farthest()
+
+    def _drop_ahead(self) -> None:
+        """Drop what a backward that stopped half-way had fetched."""
+        while self._ahead:
             self._drop_farthest()
 
     def _drop_farthest(self) -> None:
