@@ -51,21 +51,39 @@ def best_layout(
         seconds: Estimated time of each; infinite where it does not fit.
         machine: Its links.
         caps: What the step may take.
-        num: How many are laid out.
+        num: How many are laid out, and found to keep to the caps.
     """
     best: Found | None = None
     seen: set[bytes] = set()
-    for k in np.argsort(seconds, kind="stable"):
-        if not np.isfinite(seconds[k]) or len(seen) == num:
+    num_found = 0
+    # Of equal times, what keeps least.
+    kept = space.kept_bytes[candidates].sum(axis=1)
+    for k in np.lexsort((kept, seconds)):
+        if not np.isfinite(seconds[k]) or num_found == num:
             break
         key = candidates[k].tobytes()
         if key in seen:
             continue
         seen.add(key)
         found = lay_out_states(space, [space.states[s] for s in candidates[k]], machine, caps)
+        num_found += found is not None
         if found is not None and (best is None or _order(found) < _order(best)):
             best = found
     return best
+
+
+def tighten(space: Space, found: Found, machine: Machine, caps: Caps, *, num: int) -> Found:
+    """Return the same decisions with the least peak that costs no time, in `num` tries."""
+    low, high = 0, found.layout.peak_bytes
+    for _ in range(num):
+        middle = (low + high) // 2 if low else high - high // 16
+        layout = lay_out(space.chain, found.treatments, machine, cap_bytes=middle)
+        if layout is None or layout.step_ns > found.layout.step_ns:
+            low = middle
+        else:
+            high = layout.peak_bytes
+            found = Found(treatments=found.treatments, layout=layout)
+    return found
 
 
 def lay_out_states(

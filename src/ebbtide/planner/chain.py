@@ -106,15 +106,49 @@ def compile_chain(workload: Workload, pins: Mapping[str, Decision] | None = None
             "written by hand or by an older version. Observe it again: ebbtide observe."
         )
     classes: dict[BlockClass, int] = {}
-    class_of = [
-        classes.setdefault(_compile_block(block, pins or {}), len(classes))
-        for block in workload.blocks
-    ]
+    class_of: list[int] = []
+    for block, before in zip(workload.blocks, (None, *workload.blocks), strict=False):
+        if before is not None and not pins and _is_like(block, before):
+            class_of.append(class_of[-1])
+            continue
+        compiled = _compile_block(block, pins or {})
+        class_of.append(classes.setdefault(compiled, len(classes)))
     return Chain(
         classes=tuple(classes),
         class_of=tuple(class_of),
         names=tuple(tuple(a.name for a in block.activations) for block in workload.blocks),
         outside=outside,
+    )
+
+
+def _is_like(block: Block, other: Block) -> bool:
+    """Whether two blocks differ in their names alone; a short cut for long chains."""
+    if (
+        len(block.activations) != len(other.activations)
+        or len(block.backward) != len(other.backward)
+        or (block.rest_ns, block.workspace_bytes) != (other.rest_ns, other.workspace_bytes)
+    ):
+        return False
+    start, other_start = len(block.name), len(other.name)
+    for ours, theirs in zip(block.activations, other.activations, strict=True):
+        if (
+            ours.num_bytes != theirs.num_bytes
+            or ours.make_ns != theirs.make_ns
+            or ours.is_saved != theirs.is_saved
+            or ours.is_replayable != theirs.is_replayable
+            or ours.kind is not theirs.kind
+            or not ours.name.startswith(block.name)
+            or not ours.group.startswith(block.name)
+            or ours.name[start:] != theirs.name[other_start:]
+            or ours.group[start:] != theirs.group[other_start:]
+            or [n[start:] for n in ours.inputs] != [n[other_start:] for n in theirs.inputs]
+        ):
+            return False
+    return all(
+        ours.compute_ns == theirs.compute_ns
+        and ours.held_bytes == theirs.held_bytes
+        and [n[start:] for n in ours.uses] == [n[other_start:] for n in theirs.uses]
+        for ours, theirs in zip(block.backward, other.backward, strict=True)
     )
 
 

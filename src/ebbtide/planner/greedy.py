@@ -10,7 +10,7 @@ weakness: all blocks of a class take their steps in one order.
 import numpy as np
 
 from ebbtide.machine import Machine
-from ebbtide.planner.candidate import Found, best_layout
+from ebbtide.planner.candidate import Found, best_layout, tighten
 from ebbtide.planner.caps import Caps
 from ebbtide.planner.family import Family
 from ebbtide.planner.space import Floats, Ints, Space
@@ -19,14 +19,24 @@ NUM_STEPS, NUM_AMOUNTS = 24, 8
 """Points of each grid: in steps down the menus, and in bytes evicted."""
 NUM_GRIDS = 3
 """One over the whole plane, then ever finer ones around the best point."""
-NUM_LAID_OUT = 3
-"""Candidates that are laid out exactly."""
+MOMENTS_LAID_OUT = 1200
+"""Forward moments of all candidates that are laid out exactly; one candidate at least."""
+NUM_TIGHTENED = 6
+"""Tries to lower the peak of the plan without making it slower."""
 
 
 def plan_greedily(space: Space, machine: Machine, caps: Caps) -> Found | None:
     """Return the best candidate that keeps to the caps, or None."""
     candidates, seconds = search(space, machine, caps)
-    return best_layout(space, candidates, seconds, machine, caps, num=NUM_LAID_OUT)
+    chain = space.chain
+    num_moments = sum(len(chain.classes[c].calls) for c in chain.class_of)
+    num = max(1, MOMENTS_LAID_OUT // num_moments)
+    found = best_layout(space, candidates, seconds, machine, caps, num=num)
+    if found is None:
+        # Estimates are careful: near the least budget the pure strategies may fit all the same.
+        pure = Family(space, max_evicted_bytes=caps.host_bytes + caps.disk_bytes).uniform()
+        return best_layout(space, pure, np.zeros(len(pure)), machine, caps, num=len(pure))
+    return found if num == 1 else tighten(space, found, machine, caps, num=NUM_TIGHTENED)
 
 
 def search(space: Space, machine: Machine, caps: Caps) -> tuple[Ints, Floats]:

@@ -128,9 +128,8 @@ class _Forward:
             made[call].append(i)
         for call, spent_ns in enumerate(program.call_ns):
             new_bytes = sum(program.num_bytes[i] for i in made[call])
-            # What comes from outside is there before anything could be let go for it.
-            is_named = calls[call].outputs and not calls[call].is_input
-            anchor = names[calls[call].outputs[0]] if is_named else None
+            outputs = calls[call].outputs
+            anchor = names[outputs[0]] if outputs else None
             if not self._fit(new_bytes + program.transient_bytes[call], anchor):
                 return False
             # What the block does after its last call does not delay the last call's copies.
@@ -160,13 +159,18 @@ class _Forward:
         """Let go what has left by now, and wait for more where memory needs it."""
         if anchor is not None and self._leaving:
             stay: list[_Copy] = []
+            num_seen = 0
             for copy in self._leaving:
                 is_full = self._held + self._leaving_bytes + num_bytes > self._cap
-                if copy.held_until < self._moment and (copy.out_end <= self.now or is_full):
+                if copy.out_end > self.now and not is_full:
+                    break  # nor have those behind it left
+                num_seen += 1
+                if copy.held_until < self._moment:
                     self._let_go(copy, anchor)
                 else:
                     stay.append(copy)
-            self._leaving = stay
+            if num_seen > len(stay):
+                self._leaving[:num_seen] = stay
         now_bytes = self._held + self._leaving_bytes + num_bytes
         self.peak_bytes = max(self.peak_bytes, now_bytes)
         return now_bytes <= self._cap

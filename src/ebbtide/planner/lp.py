@@ -10,9 +10,9 @@ has only a few split blocks. Known weakness: no proof beyond the bound, which ea
 import numpy as np
 
 from ebbtide.machine import Machine
-from ebbtide.planner.candidate import Found, best_layout
+from ebbtide.planner.candidate import Found, best_layout, tighten
 from ebbtide.planner.caps import Caps
-from ebbtide.planner.greedy import search
+from ebbtide.planner.greedy import NUM_TIGHTENED, plan_greedily, search
 from ebbtide.planner.relax import Relaxed
 from ebbtide.planner.space import Floats, Ints, Space
 
@@ -31,7 +31,7 @@ def plan_by_lp(space: Space, machine: Machine, caps: Caps, relaxed: Relaxed) -> 
     candidates = np.concatenate([candidates, rounded])
     seconds = np.concatenate([seconds, space.estimate(rounded, machine, caps)])
     better, better_seconds = _improve(space, candidates, seconds, machine, caps)
-    return best_layout(
+    found = best_layout(
         space,
         np.concatenate([candidates, better]),
         np.concatenate([seconds, better_seconds]),
@@ -39,6 +39,9 @@ def plan_by_lp(space: Space, machine: Machine, caps: Caps, relaxed: Relaxed) -> 
         caps,
         num=NUM_LAID_OUT,
     )
+    if found is None:
+        return plan_greedily(space, machine, caps)
+    return tighten(space, found, machine, caps, num=NUM_TIGHTENED)
 
 
 def _round(space: Space, relaxed: Relaxed, share: float) -> list[int]:

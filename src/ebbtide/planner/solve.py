@@ -40,6 +40,9 @@ TIME_LIMIT_S = 5.0
 # step, and few in long ones, where planning time counts. See docs/planner.md.
 _FINE_BLOCKS, _FINE_SLOTS, _COARSE_SLOTS, _GREEDY_SLOTS = 16, 16, 4, 3
 
+_NUM_LESS = 8
+"""Tries to find a plan that is as fast and takes less, where nothing is lost at all."""
+
 # The smallest budget is searched to this share of itself.
 _BUDGET_SHARE = 1 / 512
 
@@ -121,6 +124,7 @@ class _Solver:
             return replace(
                 self._outcome(Code.NOTHING_FITS, None, message), smallest_budget_bytes=smallest
             )
+        found = self._at_less(found, caps)
         plan = self._plan(found, caps, bound_ns)
         slower = plan.predicted_step_ns / self._chain.base_ns - 1
         gap = plan.predicted_step_ns / plan.bound_step_ns - 1
@@ -169,6 +173,20 @@ class _Solver:
         if self._planner == "lp":
             return plan_by_lp(space, machine, caps, relaxed), bound_ns
         return self._find_without_solver(caps), bound_ns
+
+    def _at_less(self, found: Found, caps: Caps) -> Found:
+        """Where the budget costs no time, return a plan that takes no more than that needs.
+
+        A larger budget then gets the same plan, and not one that is as fast and takes more.
+        """
+        for _ in range(_NUM_LESS):
+            if found.layout.step_ns > self._chain.base_ns:
+                break
+            less, _ = self._find(replace(caps, device_bytes=found.layout.peak_bytes - 1))
+            if less is None or less.layout.step_ns > found.layout.step_ns:
+                break
+            found = less
+        return found
 
     def _find_without_solver(self, caps: Caps) -> Found | None:
         match self._planner:

@@ -48,6 +48,8 @@ class _Tables:
 
     kept_made: Floats
     evicted_made: Floats
+    evicted_alive: Floats
+    """What leaves and forward itself still holds."""
     transient: Floats
     call_s: Floats
     need: Floats
@@ -98,33 +100,38 @@ class Space:
         out_rate, in_rate = link_rates(machine, caps)
         outside, tables = self.chain.outside, self._tables
         cap = float(caps.device_bytes)
-        room = np.full(len(candidates), cap - outside.resident_bytes - outside.constant_bytes)
-        kept_made, evicted_made, transient, call_s = (
+        room = cap - outside.resident_bytes - outside.constant_bytes
+        kept_made, evicted_made, evicted_alive, transient, call_s = (
             _columns(table, candidates)
             for table in (
-                tables.kept_made, tables.evicted_made, tables.transient, tables.call_s
+                tables.kept_made, tables.evicted_made, tables.evicted_alive, tables.transient,
+                tables.call_s,
             )
         )  # fmt: skip
         time = np.full(len(candidates), outside.ends_ns * 1e-9)
         kept, queue, lacks = (np.zeros(len(candidates)) for _ in range(3))
 
-        def make_room(held: Floats) -> None:
-            """Wait until enough of the queue has left; activations leave as a whole."""
+        def make_room(held: Floats, new: Floats, alive: Floats) -> None:
+            """Wait until enough has left; activations leave as a whole, and `alive` not at all."""
             nonlocal time, queue, lacks
+            full = held + queue + new
+            if full.max() + self._largest_move <= room:
+                return
             last = np.where(queue > 0.0, self._largest_move, 0.0)
-            wanted = np.maximum(held + queue + last - room, 0.0)
-            gone = np.minimum(wanted, queue)
-            lacks = np.maximum(lacks, wanted - gone - last)
-            time, queue = time + gone / out_rate, queue - gone
+            gone = np.minimum(np.maximum(full + last - room, 0.0), queue)
+            queue = queue - gone
+            time = time + gone / out_rate
+            lacks = np.maximum(lacks, held + np.maximum(queue + new, alive) - room)
 
-        for made, leaving, alive, spent_s in zip(
-            kept_made, evicted_made, transient, call_s, strict=True
+        nothing = np.zeros(len(candidates))
+        for made, leaving, alive, transient_bytes, spent_s in zip(
+            kept_made, evicted_made, evicted_alive, transient, call_s, strict=True
         ):
-            make_room(kept + made + leaving + alive)
+            make_room(kept + made + transient_bytes, leaving, alive)
             time = time + spent_s
             queue = np.maximum(queue - out_rate * spent_s, 0.0) + leaving
             kept = kept + made
-        make_room(kept + outside.turn_bytes)
+        make_room(kept + outside.turn_bytes, nothing, nothing)
         turn_s = outside.turn_ns * 1e-9
         time = time + turn_s + np.maximum(queue - out_rate * turn_s, 0.0) / out_rate
         spent = self._estimate_backward(candidates, room, kept, lacks, in_rate)
@@ -139,7 +146,7 @@ class Space:
         return np.where(lacks > 0.5, np.inf, time + spent)
 
     def _estimate_backward(
-        self, candidates: Ints, room: Floats, kept: Floats, lacks: Floats, in_rate: float
+        self, candidates: Ints, room: float, kept: Floats, lacks: Floats, in_rate: float
     ) -> Floats:
         """Return the time of backward; notes in `lacks` what does not fit."""
         tables, backward = self._tables, candidates[:, ::-1]
@@ -217,6 +224,13 @@ def _tabulate(states: list[State], num_slots: int) -> _Tables:
             arrays["call_s"][row, slot] += program.call_ns[call] * 1e-9
             cell = arrays["transient"][row, slot]
             arrays["transient"][row, slot] = max(cell, program.transient_bytes[call])
+        alive = [0] * len(program.call_ns)
+        for i in evicted:
+            for call in range(program.made_at[i], program.last_held[i] + 1):
+                alive[call] += num_bytes[i]
+        for call, slot in enumerate(call_slot):
+            cell = arrays["evicted_alive"][row, slot]
+            arrays["evicted_alive"][row, slot] = max(cell, alive[call])
         for i, call in program.made_at.items():
             name = "evicted_made" if i in evicted else "kept_made"
             arrays[name][row, call_slot[call]] += num_bytes[i]
