@@ -29,6 +29,9 @@ from ebbtide.torch import Tide, attach
 
 GIB = 2**30
 
+BUDGET_PREFIX = "budget:"
+"""A strategy of this name gives ebbtide's planner so many bytes."""
+
 # cuBLAS is deterministic only with a workspace of its own; read when it starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -68,6 +71,9 @@ def strategy(name: str, model: LlamaForCausalLM) -> Generator[Tide | None]:
     elif name == "save-on-cpu":
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             yield None
+    elif name.startswith(BUDGET_PREFIX):
+        with attach(model, budget=int(name.removeprefix(BUDGET_PREFIX))) as tide:
+            yield tide
     else:
         with attach(model, name) as tide:
             yield tide
@@ -88,7 +94,8 @@ def measure(
             row["first_step_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             _step(model, ids)
             torch.cuda.empty_cache()
-            _step(model, ids)
+            for _ in range(2):  # planned, and checked by ebbtide in its first planned step
+                _step(model, ids)
             region = None if tide is None else tide.host_region_address
             if tide is not None:
                 tide.reset_statistics()
@@ -114,6 +121,13 @@ def measure(
                     "recomputed_ops": counts.num_recomputed_ops // num_steps,
                     "not_understood": counts.num_kept_not_understood,
                 }
+                if tide.plan is not None:
+                    plan = tide.plan
+                    row |= {
+                        "predicted_ms": plan.predicted_step_ns / 1e6,
+                        "bound_ms": plan.bound_step_ns / 1e6,
+                        "predicted_peak_gib": plan.peak_bytes / GIB,
+                    }
             if reference is not None:
                 row["grad_equal"] = _compare(model, ids, reference)
             row["status"] = "ok"

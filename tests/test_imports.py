@@ -18,14 +18,14 @@ FRAMEWORKS = ("jax", "torch", "transformers")
 # A unit is what lies directly in the package: a module, or a folder with all that is in
 # it. The package's own `__init__` re-exports the core, so it stands just above it.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"units", "errors", "naming", "version", "forms"}),
+    frozenset({"units", "budget", "errors", "naming", "version", "forms"}),
     frozenset({"block", "workload", "machine", "plan", "timeline"}),
     frozenset({"memory"}),
     frozenset({"planner", "check", "simulate", "catalog", "trace", "doctor"}),
-    frozenset({"report", "estimate"}),
+    frozenset({"report", "estimate", "sweep", "sweep_plot"}),
     frozenset({"__init__"}),
     frozenset({"torch", "jax"}),
-    frozenset({"compare", "integrations"}),
+    frozenset({"compare", "commands", "integrations"}),
     frozenset({"cli"}),
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}

@@ -40,6 +40,18 @@ COMMANDS = (
         extras="torch,demo",
         summary="Train one model under every strategy; print time, memory and loss side by side.",
     ),
+    LazyCommand(
+        name="observe",
+        module="ebbtide.commands.observe",
+        extras="torch,demo",
+        summary="Measure one training step of a model; write what it stores and how long it takes.",
+    ),
+    LazyCommand(
+        name="plan",
+        module="ebbtide.commands.plan",
+        extras="solver,report",
+        summary="Plan a measured step for a memory budget, or check a plan.",
+    ),
 )
 
 

@@ -42,6 +42,9 @@ class Machine:
     """Host to disk."""
     disk_read_bytes_per_s: int = 0
     """Disk to host."""
+    slowdown_ppm: int = 0
+    """Compute time lost to a copy that runs beside it, in millionths of the copy's time on the
+    link: both want the device's memory."""
     num_local_ranks: int = 1
     """Ranks of the node that share `host_bytes`."""
     source: str = ""
@@ -63,6 +66,12 @@ class Machine:
                         f"machine {self.name!r} has {tier} {getattr(self, tier)} but {name} 0; "
                         f"nothing can be moved there. Give the bandwidth, or set {tier} to 0."
                     )
+
+    def slow_ns(self, num_bytes: int, bytes_per_s: int) -> int:
+        """Return the compute time that copying so many bytes over the link costs, rounded up."""
+        if not bytes_per_s:
+            return 0
+        return -(-num_bytes * 1000 * self.slowdown_ppm // bytes_per_s)
 
     @property
     def host_bytes_per_rank(self) -> int:

@@ -135,6 +135,8 @@ class _Replay:
                 if decision is not Decision.KEEP:
                     moved = self._evict(names[i], program.num_bytes[i], decision is Decision.DISK)
                     moved.held_until = self._moment - number + program.last_held[i]
+                    slow_ns = self._machine.slow_ns(moved.num_bytes, self._machine.out_bytes_per_s)
+                    self._compute("slower beside copies out", slow_ns)
             self._moment += 1
         self._compute("forward", program.call_ns[-1] - calls[-1].make_ns)
 
@@ -168,6 +170,10 @@ class _Replay:
                     self._fetch(self._moved[names[i]])
                 for i in needed:
                     self._wait_until(self._moved[names[i]].in_end, names[i])
+                for i in needed:
+                    in_rate = self._machine.in_bytes_per_s
+                    slow_ns = self._machine.slow_ns(program.num_bytes[i], in_rate)
+                    self._compute("slower beside copies in", slow_ns)
                 self._note(program.scratch_bytes[event])
                 self._compute(f"{self._event_name(block, event)}", spent_ns)
                 for i in away:

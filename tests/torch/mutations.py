@@ -167,8 +167,9 @@ MUTATIONS = (
              "self._waiting = deque(self._slots)",
              "self._waiting = deque(self._slots if self._waiting is None else ())"),
     Mutation(5, "passes without gradients are recorded", "runtime.py",
-             "not torch.is_grad_enabled() or torch.is_inference_mode_enabled()",
-             "False"),
+             "not torch.is_grad_enabled() or torch.is_inference_mode_enabled():\n"
+             "            return\n        if self._forward",
+             "False:\n            return\n        if self._forward"),
     Mutation(6, "an evict is queued behind a cached stream", "traffic.py",
              f"{ASKED}\n        # Design rule 1: the place",
              f"{CACHED}\n        # Design rule 1: the place"),

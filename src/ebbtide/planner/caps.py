@@ -28,3 +28,11 @@ def link_rates(machine: Machine, caps: Caps) -> tuple[float, float]:
         out_rate = min(rate for rate in (out_rate, disk[0], 2**62) if rate)
         in_rate = min(rate for rate in (in_rate, disk[1], 2**62) if rate)
     return float(max(out_rate, 1)), float(max(in_rate, 1))
+
+
+def slowdowns(machine: Machine) -> tuple[float, float]:
+    """Return the compute seconds that moving one byte out and one byte in costs."""
+    share = machine.slowdown_ppm * 1e-6
+    rates = machine.out_bytes_per_s, machine.in_bytes_per_s
+    out_s, in_s = (share / rate if rate else 0.0 for rate in rates)
+    return out_s, in_s

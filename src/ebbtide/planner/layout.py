@@ -143,6 +143,7 @@ class _Forward:
                     copy = _Copy(names[i], program.num_bytes[i], tier)
                     copy.held_until = self._moment - call + program.last_held[i]
                     self._evict(copy)
+                    self.now += self._machine.slow_ns(copy.num_bytes, self._machine.out_bytes_per_s)
             self.now += rest_ns
             self._moment += 1
         return True
@@ -287,9 +288,11 @@ class _Backward:
                 copy.in_end = ready
                 ahead += copy.num_bytes
             self.max_ahead = max(self.max_ahead, ahead)
-            for copy in needed.get(moment, ()):
+            here = needed.get(moment, ())
+            for copy in here:
                 now = max(now, copy.in_end)
                 ahead -= copy.num_bytes
+            now += sum(machine.slow_ns(c.num_bytes, machine.in_bytes_per_s) for c in here)
             now += spent_ns
         return now
 

@@ -41,14 +41,21 @@ class Option:
 
 
 def make_menu(block: BlockClass) -> tuple[Option, ...]:
-    """Return the options on the hull, from most bytes and least time to least bytes."""
+    """Return the options on the hull, from most bytes and least time to least bytes.
+
+    The first one stores all that autograd saves.
+    """
     everything = sum(block.num_bytes) + 1
     all_time = sum(call.make_ns for call in block.calls) + 1
+    pinned = {block.call_of[i] for i, p in enumerate(block.pins) if p is Decision.RECOMPUTE}
+    keep = make_option(block, frozenset(n for n in pinned if block.calls[n].is_replayable))
     # Ties go to the fewer bytes on the first, and to the least time on the last.
     first = _cut(block, time_weight=everything, byte_weight=1)
     last = _cut(block, time_weight=1, byte_weight=all_time)
-    if first.num_bytes <= last.num_bytes:
-        return (first,)
+    if keep.num_bytes <= last.num_bytes:
+        return (keep,)
+    if first.num_bytes >= keep.num_bytes:
+        first = keep  # else calls that take no time are replayed on the first corner
     options = [first, last]
     todo = [(first, last)]
     while todo:
@@ -62,6 +69,9 @@ def make_menu(block: BlockClass) -> tuple[Option, ...]:
         if cost < time_weight * left.replay_ns + byte_weight * left.num_bytes:
             options.append(found)
             todo += [(left, found), (found, right)]
+    if first is not keep:
+        options.append(keep)
+    options = [o for o in options if o is keep or o.num_bytes < keep.num_bytes]
     options.sort(key=lambda option: -option.num_bytes)
     between = [o for left, right in pairwise(options) for o in _between(block, left, right)]
     return tuple(sorted([*options, *between], key=lambda option: -option.num_bytes))

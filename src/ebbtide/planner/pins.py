@@ -37,17 +37,35 @@ def resolve_pins(
                 f"decide: the pattern {pattern!r} matches no activation of {workload.model}; "
                 f"the nearest are {close}."
             )
-        for name in matched:
-            if decision is Decision.RECOMPUTE and not activations[name].is_replayable:
-                if name == pattern:
-                    kind = activations[name].kind.value
-                    raise PlanError(
-                        f"decide: {name} cannot be recomputed: it is of kind {kind!r}, and inputs, "
-                        "random ops and unknown ops are never run again. Pin it to KEEP or HOST."
-                    )
-                continue
-            pins[name] = decision
+        if decision is Decision.RECOMPUTE:
+            able = [name for name in matched if activations[name].is_replayable]
+            if not able:
+                kinds = ", ".join(sorted({activations[name].kind.value for name in matched}))
+                raise PlanError(
+                    f"decide: {pattern!r} cannot be recomputed: it matches kind {kinds} only, and "
+                    "inputs, random ops and unknown ops are never run again. Pin it to KEEP or "
+                    "HOST."
+                )
+            matched = able
+        pins.update(dict.fromkeys(matched, decision))
+    _refuse_split_calls(pins, workload)
     return pins
+
+
+def _refuse_split_calls(pins: dict[str, Decision], workload: Workload) -> None:
+    for block in workload.blocks:
+        first: dict[str, str] = {}
+        for activation in block.activations:
+            if activation.name not in pins:
+                continue
+            other = first.setdefault(activation.group, activation.name)
+            is_replayed = {pins[name] is Decision.RECOMPUTE for name in (other, activation.name)}
+            if len(is_replayed) == 2:
+                raise PlanError(
+                    f"decide: {other} and {activation.name} are made by one op call, and "
+                    f"{pins[other].name} and {pins[activation.name].name} were asked for; either "
+                    "all of a call's outputs are recomputed or none. Pin them alike."
+                )
 
 
 def _read_decision(pattern: str, given: str | Decision) -> Decision:

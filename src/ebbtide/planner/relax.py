@@ -18,7 +18,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from ebbtide.machine import Machine
-from ebbtide.planner.caps import Caps, link_rates
+from ebbtide.planner.caps import Caps, link_rates, slowdowns
 from ebbtide.planner.chain import BlockClass, Chain
 from ebbtide.planner.menu import Option
 
@@ -195,12 +195,25 @@ class _Program:
             self._leq.add([(before, 1.0), (after, -1.0)], 0.0)
         return after
 
+    def _slow(self, block: int, seconds_per_byte: float) -> tuple[int, float]:
+        return self._evicted[block], seconds_per_byte * _BYTES / (_NS * 1e-9)
+
+    def _lengthen(
+        self, lengths: list[int], slots: list[_Slot], terms: list[tuple[int, float]]
+    ) -> None:
+        """Let the slots of a block together last as long as all that happens in them."""
+        total = sum(slot.ns for slot in slots) / _NS
+        self._leq.add([*terms, *((length, -1.0) for length in lengths)], -total)
+
     def _forward_pass(self) -> None:
         rate, _ = link_rates(self._machine, self._caps)
+        slow_out, _ = slowdowns(self._machine)
         out: int | None = None
         for block, c in enumerate(self._chain.class_of):
-            for slot in self._forward[c]:
-                out = self._copy(out, self._slot(slot.ns), rate)
+            lengths = [self._slot(slot.ns) for slot in self._forward[c]]
+            self._lengthen(lengths, self._forward[c], [self._slow(block, slow_out)])
+            for slot, length in zip(self._forward[c], lengths, strict=True):
+                out = self._copy(out, length, rate)
                 # Only what has been made can have left.
                 self._leq.add([(out, 1.0), (self._moved[block + 1], -1.0)], 0.0)
                 made = slot.bytes_after / _BYTES
@@ -218,6 +231,7 @@ class _Program:
 
     def _backward_pass(self) -> None:
         _, rate = link_rates(self._machine, self._caps)
+        _, slow_in = slowdowns(self._machine)
         num_blocks = len(self._chain.class_of)
         everything = self._moved[num_blocks]
         back: int | None = None
@@ -241,9 +255,7 @@ class _Program:
                 if before is not None:
                     ahead = [(before, 1.0), (everything, -1.0), (self._moved[block], 1.0)]
                     self._leq.add(_merge(held + ahead), limit)
-            replay = self._replay[block]
-            total = sum(slot.ns for slot in slots) / _NS
-            self._leq.add([*replay, *((length, -1.0) for length in lengths)], -total)
+            self._lengthen(lengths, slots, [*self._replay[block], self._slow(block, slow_in)])
 
     def _tiers(self) -> None:
         moved = self._moved[len(self._chain.class_of)]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision
-from ebbtide.planner.caps import Caps, link_rates
+from ebbtide.planner.caps import Caps, link_rates, slowdowns
 from ebbtide.planner.chain import BlockClass, Chain
 from ebbtide.planner.menu import Option, make_menu
 from ebbtide.planner.program import Program, make_program
@@ -98,6 +98,7 @@ class Space:
             caps: What the step may take.
         """
         out_rate, in_rate = link_rates(machine, caps)
+        slow_out, slow_in = slowdowns(machine)
         outside, tables = self.chain.outside, self._tables
         cap = float(caps.device_bytes)
         room = cap - outside.resident_bytes - outside.constant_bytes
@@ -128,13 +129,16 @@ class Space:
             kept_made, evicted_made, evicted_alive, transient, call_s, strict=True
         ):
             make_room(kept + made + transient_bytes, leaving, alive)
-            time = time + spent_s
-            queue = np.maximum(queue - out_rate * spent_s, 0.0) + leaving
+            slow_s = slow_out * leaving
+            time = time + spent_s + slow_s
+            queue = np.maximum(queue - out_rate * spent_s, 0.0) + leaving * (
+                1 - slow_out * out_rate
+            )
             kept = kept + made
         make_room(kept + outside.turn_bytes, nothing, nothing)
         turn_s = outside.turn_ns * 1e-9
         time = time + turn_s + np.maximum(queue - out_rate * turn_s, 0.0) / out_rate
-        spent = self._estimate_backward(candidates, room, kept, lacks, in_rate)
+        spent = self._estimate_backward(candidates, room, kept, lacks, (in_rate, slow_in))
         lacks = np.maximum(lacks, outside.resident_bytes + outside.ends_bytes - cap)
         evicted = self.evicted_bytes[candidates].sum(axis=1)
         lacks = np.maximum(lacks, evicted - caps.host_bytes - caps.disk_bytes)
@@ -146,9 +150,15 @@ class Space:
         return np.where(lacks > 0.5, np.inf, time + spent)
 
     def _estimate_backward(
-        self, candidates: Ints, room: float, kept: Floats, lacks: Floats, in_rate: float
+        self,
+        candidates: Ints,
+        room: float,
+        kept: Floats,
+        lacks: Floats,
+        rates: tuple[float, float],
     ) -> Floats:
         """Return the time of backward; notes in `lacks` what does not fit."""
+        in_rate, slow_in = rates
         tables, backward = self._tables, candidates[:, ::-1]
         need, in_use, event_s, scratch = (
             _columns(table, backward)
@@ -167,7 +177,7 @@ class Space:
         np.maximum(limit, 0.0, out=limit)
         left = need.sum(axis=0)
         ahead, time = np.zeros(len(candidates)), np.zeros(len(candidates))
-        for wanted, most, spent_s in zip(need, limit, event_s, strict=True):
+        for wanted, most, spent_s in zip(need, limit, event_s + slow_in * need, strict=True):
             time += np.maximum(wanted - ahead, 0.0) / in_rate + spent_s
             left -= wanted
             ahead = np.maximum(ahead - wanted, 0.0)

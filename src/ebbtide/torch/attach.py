@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
 from typing import Final, Self
@@ -15,16 +16,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import EbbtideError, MemoryTierError, ModelError, PlanError, RuntimeStateError
+from ebbtide.machine import Machine
 from ebbtide.memory.arena import ALIGNMENT_BYTES
 from ebbtide.memory.disk import DiskStore
 from ebbtide.memory.ledger import Ledger, Statistics
+from ebbtide.naming import unknown_name_message
 from ebbtide.plan import Decision, Plan
+from ebbtide.planner.explain import Explanation, explain
 from ebbtide.planner.named import MIN_BYTES, PlanFamily, named_plan, parse_plan_name
+from ebbtide.planner.solve import BUDGET_PLANNERS
 from ebbtide.planner.spill import spill_to_disk
 from ebbtide.torch.anchors import Anchors
 from ebbtide.torch.blocks import find_blocks
-from ebbtide.torch.devices.cpu import CpuDevice
-from ebbtide.torch.devices.cuda import CudaDevice, pin_host_region
+from ebbtide.torch.budgets import BudgetPlanner, Shape, bucket
+from ebbtide.torch.devices.base import AbstractMeter
+from ebbtide.torch.devices.cpu import CpuDevice, CpuMeter
+from ebbtide.torch.devices.cuda import CudaDevice, CudaMeter, pin_host_region
 from ebbtide.torch.hooks import install
 from ebbtide.torch.internals import is_compiled
 from ebbtide.torch.runtime import Runtime
@@ -38,13 +45,20 @@ log = logging.getLogger("ebbtide")
 DISABLE_VARIABLE: Final = "EBBTIDE_DISABLE"
 
 
+DEFAULT_PLAN: Final = "balanced"
+"""For `attach` without a plan and without a budget."""
+
+
 def attach(
     model: nn.Module,
-    plan: str | Plan = "balanced",
+    plan: str | Plan | None = None,
     *,
+    budget: str | int | None = None,
     host: str | int | None = None,
     disk: str | None = None,
     blocks: str | Sequence[str] | None = None,
+    decide: Mapping[str, str | Decision] | None = None,
+    planner: str = "lp",
     min_bytes: int = MIN_BYTES,
 ) -> Tide:
     """Let a model's activations leave the device in forward and come back for backward.
@@ -52,18 +66,28 @@ def attach(
     The model is not changed: its blocks get hooks, which `Tide.close` takes off again. Losses
     and gradients have the same bits as without ebbtide, wherever torch itself is deterministic.
     The first training step observes the model under the most frugal decisions; the plan runs
-    from the second on, and everything is checked bit for bit the first time.
+    from the second on, and everything is checked bit for bit the first time. With a budget the
+    second step is measured, still frugally, and the plan runs from the third on; a batch of
+    another shape gets a plan of its own, worked out from what was measured.
 
     Args:
         model: The model, already on its device.
         plan: A named plan (`keep`, `recompute`, `offload-inputs`, `offload`, `balanced`,
-            `offload-last:K`) or a `Plan` made for this model.
+            `offload-last:K`) or a `Plan` made for this model. Default: `balanced`, or what the
+            planner finds for `budget`.
+        budget: Most device memory of a step, parameters, gradients and optimizer state
+            included: `"40GiB"`, `"50%"` of the device, bytes, or `"auto"`, which leaves a reserve
+            to the allocator. The fastest plan that keeps to it is used.
         host: Most pinned host memory to take, such as `"64GiB"`; what does not fit is
-            recomputed or stays. Default: what the plan needs.
+            recomputed or stays. With a budget, of all ranks of the node together. Default: what
+            the plan needs, with a budget at most 7/8 of what is free.
         disk: `"FOLDER:SIZE"`: evict to a file of at most that size in that folder. With
             `host` as well, what does not fit there goes to disk, the earliest blocks first.
         blocks: Module paths of the blocks, or patterns such as `"encoder.layer.*"`. Default:
             the longest run of modules of one class.
+        decide: With a budget: decisions to keep to, by pattern over activation names, such as
+            `{"*.mlp.*": "RECOMPUTE"}`; later patterns win.
+        planner: With a budget: one of `ebbtide.planner.BUDGET_PLANNERS`.
         min_bytes: Activations of fewer bytes are never moved.
 
     Returns:
@@ -75,12 +99,25 @@ def attach(
         RuntimeStateError: The model is attached already.
         MemoryTierError: The disk folder is missing, read-only or too full; or there is no such
             tier on this device.
-        ValueError: A size cannot be read.
+        ValueError: A size cannot be read, or both a plan and a budget were given.
+
+    The third training step raises `BudgetError` if no plan keeps to the budget; it names the
+    smallest that would do. The model is left as it was then, and trains on.
     """
     if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
         _say_disabled()
         return Tide(None, Ledger(), [], None)
-    tide = _Attachment(model, plan, host, disk, blocks, min_bytes).run()
+    if budget is not None and plan is not None:
+        name = plan if isinstance(plan, str) else plan.name
+        raise ValueError(
+            f"plan={name!r} and budget={budget!r} were both given; a budget makes the plan. "
+            "Give one of them."
+        )
+    if budget is None and decide is not None:
+        raise ValueError("decide= was given without a budget; named plans take no decisions.")
+    given = DEFAULT_PLAN if plan is None else plan
+    wish = None if budget is None else _Wish(budget=budget, decide=decide, planner=planner)
+    tide = _Attachment(model, given, wish, host, disk, blocks, min_bytes).run()
     _attached[model] = tide
     return tide
 
@@ -89,6 +126,15 @@ def attach(
 def _say_disabled() -> None:
     """Warn once in a process, since scripts attach in loops and in many ranks."""
     log.warning("%s is set: attach() does nothing", DISABLE_VARIABLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """What the planner is asked for."""
+
+    budget: str | int
+    decide: Mapping[str, str | Decision] | None
+    planner: str
 
 
 class Tide:
@@ -100,11 +146,13 @@ class Tide:
         ledger: Ledger,
         handles: list[RemovableHandle],
         disk: DiskStore | None,
+        budgets: BudgetPlanner | None = None,
     ) -> None:
         self._runtime = runtime
         self._ledger = ledger
         self._handles = handles
         self._disk = disk
+        self._budgets = budgets
 
     @property
     def plan(self) -> Plan | None:
@@ -115,6 +163,30 @@ class Tide:
     def workload(self) -> Workload | None:
         """What was observed in the first training step; None before."""
         return None if self._runtime is None else self._runtime.workload
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime, for `observe`; None when nothing is installed."""
+        return self._runtime
+
+    @property
+    def machine(self) -> Machine | None:
+        """What was measured of the device and its links; None without a budget."""
+        return None if self._budgets is None else self._budgets.machine
+
+    def explain(self, name: str) -> Explanation:
+        """Say what an activation costs to move and to recompute, and why the plan decides so.
+
+        Raises:
+            PlanError: There is no such activation; the nearest names are given.
+            RuntimeStateError: There is no plan yet, or it was not made for a budget.
+        """
+        if self._budgets is None or self.plan is None or self.workload is None:
+            raise RuntimeStateError(
+                "explain() needs a plan that was made for a budget, with measured times: "
+                "attach(model, budget=...), and train three steps."
+            )
+        return explain(self.plan, self.workload, self._budgets.machine, name)
 
     def statistics(self) -> Statistics:
         """Return what was moved, held and recomputed since attach or the last reset."""
@@ -158,6 +230,18 @@ class Tide:
             f"disk {format_bytes(counts.disk.peak_held_bytes)}, "
             f"in flight on the device {format_bytes(counts.peak_held_device_bytes)}",
         ]
+        if plan.budget_bytes:
+            gap = plan.predicted_step_ns / max(plan.bound_step_ns, 1) - 1
+            lines.insert(
+                1,
+                f"predicted: forward and backward {plan.predicted_step_ns / 1e6:.1f} ms, at most "
+                f"{gap:.2%} over the least possible; peak {format_bytes(plan.peak_bytes)} of a "
+                f"budget of {format_bytes(plan.budget_bytes)}",
+            )
+            device = self._runtime.device
+            if device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated(device)
+                lines.insert(2, f"measured: peak {format_bytes(peak)} allocated")
         lines += [f"kept on the device: {n} ({why})" for why, n in counts.num_kept_not_understood]
         return "\n".join(lines)
 
@@ -201,6 +285,7 @@ class _Attachment:
         self,
         model: nn.Module,
         plan: str | Plan,
+        wish: _Wish | None,
         host: str | int | None,
         disk: str | None,
         blocks: str | Sequence[str] | None,
@@ -208,18 +293,30 @@ class _Attachment:
     ) -> None:
         self._model = model
         self._plan = plan
+        self._wish = wish
         self._host_cap = None if host is None else parse_bytes(host)
         self._disk_spec = None if disk is None else parse_path_and_cap(disk)
         if min_bytes < 0:
             raise ValueError(f"min_bytes is {min_bytes}; it must be 0 or more")
         self._min_bytes = min_bytes
-        _refuse_attached(model)
-        self._blocks = find_blocks(model, blocks)
-        _refuse_compiled(model, self._blocks)
-        _refuse_checkpointing(model)
-        self._device = _device_of(self._blocks)
+        self._blocks = find_attachable_blocks(model, blocks)
+        self._device = device_of(self._blocks)
+        self._budgets = None if wish is None else self._make_planner(wish)
         self._check_plan()
         self._check_tiers()
+
+    def _make_planner(self, wish: _Wish) -> BudgetPlanner:
+        if wish.planner not in BUDGET_PLANNERS:
+            raise PlanError(unknown_name_message("planner", wish.planner, BUDGET_PLANNERS))
+        return BudgetPlanner(
+            wish.budget,
+            device=self._device,
+            host_bytes=self._host_cap,
+            disk=self._disk_spec,
+            decide=wish.decide,
+            min_bytes=self._min_bytes,
+            planner=wish.planner,
+        )
 
     def run(self) -> Tide:
         ledger = Ledger()
@@ -229,14 +326,20 @@ class _Attachment:
         store = None if spec is None else DiskStore(spec.path, spec.cap_bytes)
         maker = _PlanMaker(
             self._plan,
+            budgets=self._budgets,
             device=self._device,
             host_cap_bytes=self._host_cap,
             disk=store,
             min_bytes=self._min_bytes,
             ledger=ledger,
         )
-        runtime = Runtime(self._model, self._blocks, maker.make_plan, ledger)
-        tide = Tide(runtime, ledger, install(runtime), store)
+        meter = None if self._budgets is None else meter_of(self._device)
+        runtime = Runtime(self._model, self._blocks, maker.make_plan, ledger, meter)
+        runtime.device = self._device
+        if self._budgets is not None:
+            runtime.follow_shape = maker.follow_shape
+            runtime.note_out_of_memory = maker.note_out_of_memory
+        tide = Tide(runtime, ledger, install(runtime), store, self._budgets)
         maker.tide = weakref.ref(tide)
         return tide
 
@@ -287,8 +390,8 @@ class _Attachment:
             )
 
     def _moves(self) -> bool:
-        if isinstance(self._plan, Plan):
-            return False  # what it moves was checked
+        if isinstance(self._plan, Plan) or self._wish is not None:
+            return False  # what it moves was checked, or the planner knows which tiers there are
         return parse_plan_name(self._plan).family not in (PlanFamily.KEEP, PlanFamily.RECOMPUTE)
 
 
@@ -303,6 +406,7 @@ class _PlanMaker:
         self,
         plan: str | Plan,
         *,
+        budgets: BudgetPlanner | None,
         device: torch.device,
         host_cap_bytes: int | None,
         disk: DiskStore | None,
@@ -310,6 +414,11 @@ class _PlanMaker:
         ledger: Ledger,
     ) -> None:
         self.tide: weakref.ref[Tide] | None = None
+        self._budgets = budgets
+        self._tiers: Tiers | None = None
+        self._made: dict[Shape, tuple[Plan, Traffic | None]] = {}
+        """Plans for a budget, by bucket of shapes."""
+        self._now: Plan | None = None
         self._plan = plan
         self._device = device
         self._host_cap = host_cap_bytes
@@ -317,9 +426,41 @@ class _PlanMaker:
         self._min_bytes = min_bytes
         self._ledger = ledger
 
+    def follow_shape(
+        self, workload: Workload, observed: torch.Size, size: torch.Size
+    ) -> tuple[Plan, Traffic | None]:
+        """Return the plan for a batch whose activations have this size; made at its first use.
+
+        Only while nothing is held in the tiers, since they may grow.
+
+        Raises:
+            BudgetError: No plan keeps to the budget; the tide is closed then.
+        """
+        shape, observed_shape = Shape.of(size), Shape.of(observed)
+        key = shape if shape == observed_shape else bucket(shape)
+        if key not in self._made:
+            self._made[key] = self._make(workload, observed_shape, shape)
+        self._now = self._made[key][0]
+        return self._made[key]
+
+    def note_out_of_memory(self) -> str:
+        """Plan more frugally from the next step on; returns what to tell the user."""
+        self._made.clear()
+        if self._budgets is None or self._now is None:
+            return ""
+        return self._budgets.shrink(self._now, torch.cuda.max_memory_allocated(self._device))
+
     def make_plan(self, workload: Workload) -> tuple[Plan, Traffic | None]:
+        """Make the plan once the model was observed."""
+        return self._make(workload, None, None)
+
+    def _make(
+        self, workload: Workload, observed: Shape | None, now: Shape | None
+    ) -> tuple[Plan, Traffic | None]:
         try:
-            if isinstance(self._plan, Plan):
+            if self._budgets is not None:
+                plan = self._budgets.make(workload, observed, now)
+            elif isinstance(self._plan, Plan):
                 self._plan.check_fits(workload)
                 plan = self._plan
             else:
@@ -346,9 +487,12 @@ class _PlanMaker:
                 (plan.disk_bytes, Decision.DISK),
             )
         )
-        tiers = Tiers(host=None, disk=self._disk, make_host=pin_host_region)
-        tiers.host_cap_bytes = self._host_cap
-        if plan.host_bytes:
+        if self._tiers is None:
+            self._tiers = Tiers(host=None, disk=self._disk, make_host=pin_host_region)
+            self._tiers.host_cap_bytes = self._host_cap
+        tiers = self._tiers
+        taken = 0 if tiers.host is None else tiers.host.buffer.numel()
+        if plan.host_bytes and host_bytes > taken:
             tiers.reserve_host(host_bytes)
         if self._disk is not None:
             self._disk.reserve(disk_bytes)
@@ -367,6 +511,46 @@ class _PlanMaker:
             max_in_bytes_in_flight=plan.max_in_bytes_in_flight,
             anchors=anchors,
         )
+
+
+def attach_to_measure(model: nn.Module, blocks: str | Sequence[str] | None = None) -> Tide:
+    """Attach for `observe`: measure under the most frugal decisions, and keep to those.
+
+    Raises:
+        ModelError: As `attach` does.
+        RuntimeStateError: The model is attached already.
+    """
+    found = find_attachable_blocks(model, blocks)
+    ledger = Ledger()
+    runtime = Runtime(model, found, _recompute, ledger, meter_of(device_of(found)))
+    tide = Tide(runtime, ledger, install(runtime), None)
+    _attached[model] = tide
+    return tide
+
+
+def _recompute(workload: Workload) -> tuple[Plan, None]:
+    return named_plan("recompute", workload), None
+
+
+def meter_of(device: torch.device) -> AbstractMeter:
+    """Return the clock and the allocator's counters of `device`."""
+    return CudaMeter(device) if device.type == "cuda" else CpuMeter()
+
+
+def find_attachable_blocks(
+    model: nn.Module, blocks: str | Sequence[str] | None
+) -> dict[str, nn.Module]:
+    """Return the blocks of a model that can be attached.
+
+    Raises:
+        ModelError: It has no such blocks, is compiled, or checkpoints itself.
+        RuntimeStateError: It is attached already.
+    """
+    _refuse_attached(model)
+    found = find_blocks(model, blocks)
+    _refuse_compiled(model, found)
+    _refuse_checkpointing(model)
+    return found
 
 
 def _refuse_attached(model: nn.Module) -> None:
@@ -397,7 +581,12 @@ def _refuse_checkpointing(model: nn.Module) -> None:
             )
 
 
-def _device_of(blocks: dict[str, nn.Module]) -> torch.device:
+def device_of(blocks: dict[str, nn.Module]) -> torch.device:
+    """Return the one device that the blocks are on.
+
+    Raises:
+        ModelError: They are on several, or on none that computes.
+    """
     devices = {p.device for b in blocks.values() for p in b.parameters()}
     if len(devices) > 1:
         names = ", ".join(sorted(str(d) for d in devices))

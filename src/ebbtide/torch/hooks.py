@@ -41,11 +41,27 @@ def _do_nothing(*_: Any) -> None:
 def install(runtime: Runtime) -> list[RemovableHandle]:
     """Register the hooks of all blocks; returns what removes them."""
     handles: list[RemovableHandle] = []
+    model = runtime.model
+    if runtime.is_timed and model is not None:
+        handles += _install_model(runtime, model)
     for state in runtime.blocks:
         block = state.module()
         assert block is not None, "bug in ebbtide"
         handles += _install_block(runtime, state, block)
     return handles
+
+
+def _install_model(runtime: Runtime, model: nn.Module) -> list[RemovableHandle]:
+    def before(*_: Any) -> None:
+        runtime.start_forward()
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        runtime.end_forward(output)
+
+    return [
+        model.register_forward_pre_hook(_Hook(before)),
+        model.register_forward_hook(_Hook(after), always_call=True),
+    ]
 
 
 def _install_block(runtime: Runtime, state: BlockState, block: nn.Module) -> list[RemovableHandle]:

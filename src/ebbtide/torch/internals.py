@@ -8,6 +8,7 @@ tests of this module, not in the middle of somebody's run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -67,6 +68,18 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def current_autograd_node() -> int:
+    """Return the number of the autograd node that runs now in this thread; -1 outside of any."""
+    node: Any = torch._C._current_autograd_node()
+    return -1 if node is None else node._sequence_nr()
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward pass that runs now has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
 def is_operator(func: Any) -> bool:
     """Return whether `func` is an operator overload with a schema."""
     return isinstance(func, torch._ops.OpOverload)
@@ -80,3 +93,15 @@ def schema_of(func: Any) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calling `module` runs code of `torch.compile`."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def count_ooms(device: torch.device) -> int:
+    """Return how often torch's allocator has run out of a CUDA device's memory so far."""
+    # `memory_stats` sorts all counters into a new table first.
+    counters: Any = torch.cuda.memory_stats_as_nested_dict(device)
+    return int(counters["num_ooms"]) if counters else 0
+
+
+def sleep_on_device(num_cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many clock cycles, with nothing."""
+    torch.cuda._sleep(num_cycles)  # pyright: ignore[reportPrivateUsage]

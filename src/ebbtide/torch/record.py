@@ -9,7 +9,8 @@ something in it (design rule 4), and takes its device copies and places along.
 
 import enum
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Set as AbstractSet
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -42,6 +43,10 @@ class Role(enum.Enum):
     """Computed from parameters and constants alone, such as a weight cast by autocast."""
     COMPUTED = "computed"
     """Computed in the block."""
+
+
+ACTIVATION_ROLES: Final = frozenset({Role.INPUT, Role.COMPUTED})
+"""What a plan decides; all else is referenced, or made again from parameters."""
 
 
 class Node:
@@ -134,6 +139,15 @@ class Call(NamedTuple):
     """Nodes that it makes, by position; -1 where an output is no new storage."""
 
 
+@runtime_checkable
+class ReplayWatch(Protocol):
+    """Somebody who measures what replays take."""
+
+    def note_peak(self, record: "Record") -> None:
+        """Note that a call was replayed: what it read and made is on the device."""
+        ...
+
+
 class Record:
     """The nodes and calls of one forward of one block."""
 
@@ -145,6 +159,7 @@ class Record:
         self.nodes: list[Node | None] = []
         self.calls: list[Call | None] = []
         self.num_replayed_calls = 0
+        self.watch: ReplayWatch | None = None
         self._pieces: dict[tuple[int, Layout], int] = {}
 
     def node(self, index: int) -> Node:
@@ -285,6 +300,16 @@ class Record:
             if node is not None:
                 self._drop(node)
 
+    def replayed_bytes(self, in_use: AbstractSet[int]) -> int:
+        """Return the bytes of replayed activations that are there, or that are `in_use`."""
+        return sum(
+            node.num_bytes
+            for node in self.nodes
+            if node is not None
+            and (node.memo is not None or (node.index in in_use and not node.is_stored))
+            and node.role in ACTIVATION_ROLES
+        )
+
     def check(self, real: Sequence[tuple["Handle", Tensor]]) -> list[Node]:
         """Compare what backward would get with the real tensors, bit for bit.
 
@@ -361,6 +386,8 @@ class Record:
                     f"bug in ebbtide: a replay changed the layout of {node.name}"
                 )
                 node.memo = output
+            if self.watch is not None:
+                self.watch.note_peak(self)
             for i in call.inputs:
                 node = self.node(i)
                 if node is not wanted:

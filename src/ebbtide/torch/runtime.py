@@ -23,10 +23,17 @@ from torch import Tensor, nn
 
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
-from ebbtide.torch.devices.base import Place
+from ebbtide.torch.devices.base import AbstractMeter, Place
 from ebbtide.torch.identity import storage_key
-from ebbtide.torch.internals import is_in_backward, pause_autocast
-from ebbtide.torch.record import Handle, Record, Role
+from ebbtide.torch.internals import (
+    call_after_backward,
+    count_ooms,
+    current_autograd_node,
+    is_in_backward,
+    pause_autocast,
+)
+from ebbtide.torch.record import ACTIVATION_ROLES, Handle, Record
+from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.traffic import Traffic
 from ebbtide.workload import Activation, Block, Workload
@@ -34,6 +41,8 @@ from ebbtide.workload import Activation, Block, Workload
 log = logging.getLogger("ebbtide")
 
 MakePlan = Callable[[Workload], tuple[Plan, Traffic | None]]
+FollowShape = Callable[[Workload, torch.Size, torch.Size], tuple[Plan, Traffic | None]]
+"""From the workload, the size that it was observed at and the size now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +53,8 @@ class BlockState:
     path: str
     module: weakref.ref[nn.Module]
     observed: Block | None = None
-    checked_plan: Plan | None = None
-    is_checked: bool = False
+    checked_plans: list[Plan | None] = field(default_factory=list[Plan | None])
+    """Plans under which a forward was checked; None for the frugal decisions."""
     is_left_alone: bool = False
     """It cannot run under hooks."""
     names: list[tuple[Any, str, str]] = field(default_factory=list[tuple[Any, str, str]])
@@ -66,10 +75,17 @@ class Runtime:
         make_plan: Called once all blocks are observed, between two forwards; gives the plan
             and the traffic that executes it (none when the plan moves nothing).
         ledger: Counts.
+        meter: Measures the step after the observed one, which runs under the same decisions; the
+            plan is made one step later, from a workload with times. None: nothing is measured.
     """
 
     def __init__(
-        self, model: nn.Module, blocks: dict[str, nn.Module], make_plan: MakePlan, ledger: Ledger
+        self,
+        model: nn.Module,
+        blocks: dict[str, nn.Module],
+        make_plan: MakePlan,
+        ledger: Ledger,
+        meter: AbstractMeter | None = None,
     ) -> None:
         self.model_class = type(model).__name__
         self.plan: Plan | None = None
@@ -84,6 +100,18 @@ class Runtime:
             BlockState(index=i, path=path, module=weakref.ref(module))
             for i, (path, module) in enumerate(blocks.items())
         ]
+        self.stopwatch = None if meter is None else Stopwatch(meter, model, len(self.blocks))
+        self.device = torch.device("cpu")
+        """Where the blocks are."""
+        self.follow_shape: FollowShape | None = None
+        """Gives the plan for a batch of a size; with it, each size may have one of its own."""
+        self.note_out_of_memory: Callable[[], str] | None = None
+        """Called after a planned step ran out of memory; returns what to tell the user."""
+        self.observed_size: torch.Size | None = None
+        """Of the activations that the first block was given in the step that was measured."""
+        self._num_ooms = 0
+        self._is_announced = False
+        """The model's own hook has told of this forward."""
         self._restoring: weakref.ref[Record] | None = None
         self._local = threading.local()
         self._model_storages: dict[int, Tensor] = {}
@@ -93,6 +121,23 @@ class Runtime:
         """Inputs of observed blocks, until the next block starts or backward does."""
 
     # -- forward -------------------------------------------------------------------------------
+
+    def start_forward(self) -> None:
+        """Note that the model's forward starts; only called where times are measured."""
+        if self.is_closed or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return
+        if is_in_backward():
+            return
+        with self._lock:
+            self._start_measuring()
+            self._is_announced = True
+
+    def end_forward(self, output: Any) -> None:
+        """Note what the model's forward returns; only called where times are measured."""
+        self._is_announced = False
+        if self.stopwatch is not None and torch.is_grad_enabled() and not is_in_backward():
+            with self._lock:
+                self.stopwatch.end_forward(_tensors_in(output))
 
     def enter(self, state: BlockState, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Start to record a block's forward."""
@@ -115,14 +160,23 @@ class Runtime:
                     self.traffic.start_pass()
                 if state.index == 0 and self.traffic.is_idle:
                     self.traffic.tiers.grow_to_demand()
+            if state.index == 0 and not self._is_announced and not is_in_backward():
+                self._start_measuring()
             self._note_writes()
-            self._plan_if_ready(state)
+            self._plan_if_ready(state, stream.shape)
             if self._is_left_alone(state):
                 return
-            is_checked = not state.is_checked or state.checked_plan is not self.plan
+            is_checked = all(plan is not self.plan for plan in state.checked_plans)
             record = Record(state.path, self.traffic, is_checked=is_checked)
             policy = _Policy(self, state)
-            forward = _Forward(state, record, policy)
+            timing = None
+            if self.stopwatch is not None and not is_in_backward():
+                timing = self.stopwatch.start_block(state.index, record, module)
+                if timing is not None and state.index == 0:
+                    self.observed_size = stream.shape
+                if timing is not None and state.index == 0 and stream.requires_grad:
+                    stream.register_hook(_caller_of(self, Runtime._end_first_block))
+            forward = _Forward(state, record, policy, timing)
             tape = Tape(
                 record,
                 policy,
@@ -134,6 +188,7 @@ class Runtime:
                 names=state.names,
                 copies_inputs=state.is_input_written or state.observed is None,
                 is_checked=is_checked,
+                timer=timing,
             )
             forward.tape = tape
             forward.stack.enter_context(tape)
@@ -141,11 +196,16 @@ class Runtime:
                 torch.autograd.graph.saved_tensors_hooks(tape.pack, self.unpack)
             )
             self._local.forward = forward
+            if timing is not None:
+                timing.start_forward()
 
     def leave(self, state: BlockState, output: Any) -> None:
         """End a block's forward, also when it raised; `output` is None then."""
         error = sys.exception() if output is None else None
         self._end_record(state, has_failed=output is None)
+        if isinstance(error, torch.OutOfMemoryError) and self.note_out_of_memory is not None:
+            with self._lock, torch.no_grad():
+                error.add_note(self._run_out())
         if error is not None and "saved tensor hooks" in str(error):
             self._leave_alone(state, error)
         is_last = state.index == len(self.blocks) - 1
@@ -153,6 +213,10 @@ class Runtime:
         is_turn = is_last and torch.is_grad_enabled() and not is_in_backward()
         if is_turn and self.traffic is not None:
             self._turn(self.traffic, output)
+        if is_turn and self.stopwatch is not None and self.stopwatch.is_running:
+            with self._lock:
+                self.stopwatch.start_turn()
+            _hook_first(output, _caller_of(self, Runtime._start_backward))
 
     def _turn(self, traffic: Traffic, output: Any) -> None:
         """Between the last block's forward and its backward, where the logits' peak lies."""
@@ -170,9 +234,7 @@ class Runtime:
 
         # The last block itself may have evicted nothing, so no unpack would start the fetches
         # of the block before it; its output's gradient is the first sign of backward.
-        for tensor in _tensors_in(output)[:1]:
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(fetch_first)
+        _hook_first(output, fetch_first)
 
     def _leave_alone(self, state: BlockState, error: BaseException) -> None:
         """Leave blocks of a kind alone: torch.func cannot run under saved-tensor hooks."""
@@ -192,6 +254,8 @@ class Runtime:
         self._local.forward = None
         forward.stack.close()
         with self._lock, torch.no_grad():
+            if forward.timing is not None and self.stopwatch is not None:
+                self.stopwatch.abort()
             forward.record.seal()
             if forward.tape is not None:
                 forward.tape.forget()
@@ -201,6 +265,8 @@ class Runtime:
         if forward is None or forward.state is not state:
             return
         self._local.forward = None
+        if forward.timing is not None:
+            forward.timing.end_forward()
         forward.stack.close()
         with self._lock, torch.no_grad(), pause_autocast():
             record, tape = forward.record, forward.tape
@@ -209,10 +275,22 @@ class Runtime:
             if state.observed is None and not has_failed:
                 state.observed = _observed_block(state, record)
                 self._watched += [(state, *held) for held in tape.held_inputs]
-            record.seal()
+            self._seal(state, forward, has_failed=has_failed)
             if tape.is_checked and not has_failed:
                 self._check(state, record, tape)
             tape.forget()
+
+    def _seal(self, state: BlockState, forward: _Forward, *, has_failed: bool) -> None:
+        record, timing, stopwatch = forward.record, forward.timing, self.stopwatch
+        if timing is None or stopwatch is None:
+            record.seal()
+            return
+        block = _observed_block(state, record)
+        record.seal()
+        if has_failed:
+            stopwatch.abort()
+        else:
+            stopwatch.end_block(timing, block, record)
 
     def step_into(self, state: BlockState, module: nn.Module, path: str, is_leaf: bool) -> None:
         """Note that a module of a block starts; two blocks may share it."""
@@ -236,6 +314,7 @@ class Runtime:
             return restore_alias(packed)
         record = packed.record
         with self._lock, torch.no_grad(), pause_autocast():
+            timing = self._start_unpack(record)
             previous = None if self._restoring is None else self._restoring()
             if previous is not record:
                 if previous is not None:
@@ -247,10 +326,76 @@ class Runtime:
                 activation = record.holder_of(packed).activation
                 record.traffic.reach_use(record.forward_pass, activation)
             before = record.num_replayed_calls
-            tensor = record.restore(packed)
+            try:
+                tensor = record.restore(packed)
+            except torch.OutOfMemoryError as error:
+                record.drop_device_copies()
+                if self.note_out_of_memory is not None:
+                    error.add_note(self._run_out())
+                raise
+            if timing is not None and self.stopwatch is not None:
+                record.watch = None
+                self.stopwatch.end_unpack(timing, record, record.holder_of(packed))
             if record.num_replayed_calls != before:
                 self.ledger.count_recomputed_ops(record.num_replayed_calls - before)
             return tensor
+
+    # -- measuring -----------------------------------------------------------------------------
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether times and memory are measured."""
+        return self.stopwatch is not None
+
+    def finish_measuring(self) -> None:
+        """Read the clocks if the step that is measured is over; then `workload` is there."""
+        with self._lock:
+            stopwatch, blocks = self.stopwatch, self._observed_blocks()
+            if stopwatch is None or stopwatch.is_done or blocks is None:
+                return
+            if not (stopwatch.is_running and stopwatch.has_ended):
+                return
+            stopwatch.finish(blocks)
+            for state, block in zip(self.blocks, stopwatch.blocks, strict=True):
+                state.observed = block
+            self.workload = Workload(
+                model=self.model_class, blocks=stopwatch.blocks, outside=stopwatch.outside
+            )
+
+    def _start_measuring(self) -> None:
+        """Go on with measuring, as a forward of the model starts."""
+        self.finish_measuring()
+        stopwatch = self.stopwatch
+        if stopwatch is None or stopwatch.is_done or stopwatch.is_paused:
+            return
+        if self._observed_blocks() is not None and (not stopwatch.is_running or stopwatch.is_lost):
+            stopwatch.start_forward()
+
+    def _start_unpack(self, record: Record) -> BlockTiming | None:
+        stopwatch = self.stopwatch
+        if stopwatch is None or not is_in_backward():
+            return None
+        timing = stopwatch.timing_of(record)
+        if timing is not None:
+            self._start_backward()
+            stopwatch.start_unpack(timing, current_autograd_node())
+            record.watch = timing
+        return timing
+
+    def _start_backward(self) -> None:
+        with self._lock:
+            if self.stopwatch is not None and self.stopwatch.start_backward():
+                call_after_backward(_caller_of(self, Runtime._end_backward))
+
+    def _end_first_block(self) -> None:
+        with self._lock:
+            if self.stopwatch is not None:
+                self.stopwatch.end_first_block()
+
+    def _end_backward(self) -> None:
+        with self._lock:
+            if self.stopwatch is not None:
+                self.stopwatch.end_backward()
 
     # -- plans ---------------------------------------------------------------------------------
 
@@ -267,6 +412,11 @@ class Runtime:
         self.is_closed = True
 
     @property
+    def model(self) -> nn.Module | None:
+        """The model, while it is alive."""
+        return self._model()
+
+    @property
     def _forward(self) -> _Forward | None:
         return getattr(self._local, "forward", None)
 
@@ -275,15 +425,58 @@ class Runtime:
             state.is_input_written = state.is_input_written or tensor._version != version
         self._watched.clear()
 
-    def _plan_if_ready(self, state: BlockState) -> None:
+    def _plan_if_ready(self, state: BlockState, size: torch.Size) -> None:
+        if self.follow_shape is not None:
+            if state.index == 0 and self.workload is not None and not is_in_backward():
+                self._follow(self.workload, size)
+            return
         if self.plan is not None or state.observed is None:
             return
-        blocks = [s.observed for s in self.blocks if s.observed is not None]
-        if len(blocks) < len(self.blocks):
+        blocks = self._observed_blocks()
+        if blocks is None:
             return
-        self.workload = Workload(model=self.model_class, blocks=tuple(blocks))
-        self.plan, self.traffic = self._make_plan(self.workload)
-        log.info("plan %s: %d decisions", self.plan.name, len(self.plan.decisions))
+        if self.stopwatch is None:
+            self.workload = Workload(model=self.model_class, blocks=blocks)
+        if self.workload is not None:
+            self._take_plan(*self._make_plan(self.workload))
+
+    def _follow(self, workload: Workload, size: torch.Size) -> None:
+        """Take the plan for a batch of this size, unless a graph of another one is alive."""
+        assert self.follow_shape is not None and self.observed_size is not None, "bug in ebbtide"
+        if self.traffic is not None and not self.traffic.is_idle:
+            return
+        self._note_ooms()
+        plan, traffic = self.follow_shape(workload, self.observed_size, size)
+        if plan is not self.plan:
+            self._take_plan(plan, traffic)
+
+    def _take_plan(self, plan: Plan, traffic: Traffic | None) -> None:
+        self.plan, self.traffic = plan, traffic
+        if traffic is not None:
+            traffic.start_pass()
+        log.info("plan %s: %d decisions", plan.name, len(plan.decisions))
+
+    def _note_ooms(self) -> None:
+        """Plan anew after an operator of autograd ran out of memory, where no code of ours is."""
+        if self.device.type != "cuda":
+            return
+        num_ooms = count_ooms(self.device)
+        if num_ooms > self._num_ooms and self.plan is not None:
+            log.warning("the last step ran out of memory. %s", self._run_out())
+        self._num_ooms = num_ooms
+
+    def _run_out(self) -> str:
+        """Note that a planned step ran out of memory; returns what to tell the user."""
+        if self.device.type == "cuda":
+            self._num_ooms = count_ooms(self.device)
+        if self.traffic is not None:
+            self.traffic.settle_all()
+        return "" if self.note_out_of_memory is None else self.note_out_of_memory()
+
+    def _observed_blocks(self) -> tuple[Block, ...] | None:
+        """Return all blocks in order; None while one has not been observed."""
+        blocks = [s.observed for s in self.blocks if s.observed is not None]
+        return tuple(blocks) if len(blocks) == len(self.blocks) else None
 
     def _is_left_alone(self, state: BlockState) -> bool:
         """Return whether the plan keeps all of a block: then it costs nothing."""
@@ -308,7 +501,7 @@ class Runtime:
                 node.name,
                 node.op or "code outside the block",
             )
-        state.is_checked, state.checked_plan = True, self.plan
+        state.checked_plans.append(self.plan)
 
     def _parameter_storages(self, state: BlockState, block: nn.Module) -> dict[int, Tensor]:
         if state.index == 0 or not self._model_storages:
@@ -320,8 +513,11 @@ class Runtime:
 class _Forward:
     """The forward of one block that is being recorded in this thread."""
 
-    def __init__(self, state: BlockState, record: Record, policy: _Policy) -> None:
+    def __init__(
+        self, state: BlockState, record: Record, policy: _Policy, timing: BlockTiming | None
+    ) -> None:
         self.state = state
+        self.timing = timing
         self.record = record
         self.policy = policy
         self.tape: Tape | None = None
@@ -367,10 +563,29 @@ class _Policy:
         self._ledger.count_kept_not_understood(reason)
 
 
+def _caller_of(runtime: Runtime, method: Callable[[Runtime], None]) -> Callable[..., None]:
+    """Return a hook that calls a method of `runtime`, and does not keep it alive."""
+    known = weakref.ref(runtime)
+
+    def call(*_: object) -> None:
+        found = known()
+        if found is not None and not found.is_closed:
+            method(found)
+
+    return call
+
+
+def _hook_first(output: Any, hook: Callable[[Tensor], None]) -> None:
+    """Call `hook` when backward comes to the first tensor of a block's output."""
+    for tensor in _tensors_in(output)[:1]:
+        if tensor.requires_grad and not tensor.is_leaf:
+            tensor.register_hook(hook)
+
+
 def _observed_block(state: BlockState, record: Record) -> Block:
     """Describe a record that is not sealed yet, made under frugal decisions."""
     every = [record.node(i) for i in range(len(record.nodes))]
-    nodes = [n for n in every if n.role in (Role.INPUT, Role.COMPUTED)]
+    nodes = [n for n in every if n.role in ACTIVATION_ROLES]
     names = {n.index: n.name for n in nodes}
     module = state.module()
     activations: list[Activation] = []

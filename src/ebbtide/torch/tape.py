@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.plan import Decision
-from ebbtide.torch.devices.base import Place
+from ebbtide.torch.devices.base import Mark, Place
 from ebbtide.torch.identity import Layout, StorageRef, storage_key
 from ebbtide.torch.internals import alias_of, is_plain, pause_dispatch, storage_address
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
@@ -50,6 +50,23 @@ class Policy(Protocol):
         ...
 
 
+@runtime_checkable
+class CallTimer(Protocol):
+    """Measures operator calls."""
+
+    def start_call(self) -> Mark:
+        """Mark the start of a call."""
+        ...
+
+    def end_call(self, start: Mark) -> None:
+        """Mark the end of a call."""
+        ...
+
+    def name_call(self, name: str) -> None:
+        """Name the call that has just ended; one that gets no name makes no activation."""
+        ...
+
+
 class Tape(TorchDispatchMode):
     """Records one forward of one block into a `Record`.
 
@@ -66,6 +83,7 @@ class Tape(TorchDispatchMode):
         names: The calls of the last forward and their names; brought up to date here.
         copies_inputs: Hold block inputs as copies, because the model writes to them later.
         is_checked: Keep the real tensors, for `Record.check`.
+        timer: Measures the calls.
     """
 
     supports_higher_order_operators = True
@@ -88,6 +106,7 @@ class Tape(TorchDispatchMode):
         names: list[tuple[Any, str, str]],
         copies_inputs: bool,
         is_checked: bool,
+        timer: CallTimer | None = None,
     ) -> None:
         super().__init__()
         self.record = record
@@ -99,6 +118,7 @@ class Tape(TorchDispatchMode):
         self._stream = stream
         self._scope = scope
         self.is_checked = is_checked
+        self._timer = timer
         self._by_storage: dict[int, Node] = {}
         self._storages: list[StorageRef] = []
         self._copies_inputs = copies_inputs
@@ -144,8 +164,17 @@ class Tape(TorchDispatchMode):
         self._reach_call(func)
         if facts.written_positions or facts.written_names:
             return self._write(func, facts, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         self._record(func, facts, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        timer = self._timer
+        if timer is None:
+            return func(*args, **kwargs)
+        start = timer.start_call()
+        result = func(*args, **kwargs)
+        timer.end_call(start)
         return result
 
     def _reach_call(self, func: Any) -> None:
@@ -216,7 +245,7 @@ class Tape(TorchDispatchMode):
             old = self._by_storage.get(storage_key(target))
             if old is not None:
                 self._part_with(old)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         kind = OpKind.RANDOM if facts.kind is OpKind.RANDOM else OpKind.OPAQUE
         for target in targets:
             key = storage_key(target)
@@ -372,6 +401,13 @@ class Tape(TorchDispatchMode):
         return node
 
     def _name(self, func: Any, op: str, *, is_matmul: bool = False) -> str:
+        """Return the name of the call that has just run."""
+        name = self._next_name(func, op, is_matmul=is_matmul)
+        if self._timer is not None:
+            self._timer.name_call(name)
+        return name
+
+    def _next_name(self, func: Any, op: str, *, is_matmul: bool) -> str:
         """Return the name of the next recorded call, from the last forward if that was alike."""
         names, position = self._names, self._num_calls
         self._num_calls += 1

@@ -20,6 +20,8 @@ Stream = Any
 """A compute stream of one device; compared with `==`."""
 Event = Any
 """The end of one copy."""
+Mark = Any
+"""A point in the work of one stream, for measuring time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +70,29 @@ class AbstractDevice(ABC):
 
         Given another stream, after all that is queued on it so far.
         """
+
+
+class AbstractMeter(ABC):
+    """Clock and allocator of one device, as far as a step is measured with them."""
+
+    @abstractmethod
+    def mark(self, *, is_ahead: bool = False) -> Mark:
+        """Return a mark behind all that is queued on the current stream.
+
+        Args:
+            is_ahead: Let the device wait before the mark for some milliseconds, so that the CPU
+                gets ahead of it: then what is measured next holds no time in which the device
+                waits for the CPU.
+        """
+
+    @abstractmethod
+    def elapsed_ns(self, start: Mark, end: Mark) -> int:
+        """Return the time between two marks; waits until the device has passed both."""
+
+    @abstractmethod
+    def allocated_bytes(self) -> int:
+        """Return the bytes that are allocated now; 0 where no allocator counts them."""
+
+    @abstractmethod
+    def take_peak_bytes(self) -> int:
+        """Return the most bytes that were allocated at once since the last call, and start anew."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ebbtide.memory.disk import DiskStore
 from ebbtide.plan import Decision
-from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream
+from ebbtide.torch.devices.base import AbstractDevice, AbstractMeter, Event, Mark, Place, Stream
 
 
 class CpuDevice(AbstractDevice):
@@ -50,6 +51,23 @@ class CpuDevice(AbstractDevice):
     def wait(self, stream: Stream, event: Event | Stream) -> None:
         if isinstance(event, Future):
             event.result()
+
+
+class CpuMeter(AbstractMeter):
+    """The system's clock. No allocator of torch counts host memory: all bytes are 0."""
+
+    def mark(self, *, is_ahead: bool = False) -> Mark:
+        del is_ahead  # it is the CPU that computes
+        return time.perf_counter_ns()
+
+    def elapsed_ns(self, start: Mark, end: Mark) -> int:
+        return end - start
+
+    def allocated_bytes(self) -> int:
+        return 0
+
+    def take_peak_bytes(self) -> int:
+        return 0
 
 
 def _memory(row: Tensor) -> memoryview:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.plan import Decision
-from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream
+from ebbtide.torch.devices.base import AbstractDevice, AbstractMeter, Event, Mark, Place, Stream
 from ebbtide.torch.identity import StorageRef, storage_key
 from ebbtide.torch.internals import pause_dispatch
 from ebbtide.torch.ops import facts_of
@@ -302,6 +302,42 @@ class FakeDevice(AbstractDevice):
                 host.fill_(POISON)
             else:
                 host.copy_(memory)
+
+
+class FakeMeter(AbstractMeter):
+    """A clock that goes on by `tick_ns` with each mark, and an allocator that the test plays.
+
+    Args:
+        tick_ns: Time from one mark to the next.
+        allocated: Returns the bytes that are allocated now.
+        take_peak: Returns the peak since its last call.
+    """
+
+    def __init__(
+        self,
+        *,
+        tick_ns: int = 1,
+        allocated: Callable[[], int] = lambda: 0,
+        take_peak: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.now_ns = 0
+        self._tick_ns = tick_ns
+        self._allocated = allocated
+        self._take_peak = take_peak
+
+    def mark(self, *, is_ahead: bool = False) -> Mark:
+        del is_ahead
+        self.now_ns += self._tick_ns
+        return self.now_ns
+
+    def elapsed_ns(self, start: Mark, end: Mark) -> int:
+        return end - start
+
+    def allocated_bytes(self) -> int:
+        return self._allocated()
+
+    def take_peak_bytes(self) -> int:
+        return self._take_peak()
 
 
 class _Watch(TorchDispatchMode):

@@ -1,0 +1,147 @@
+"""Read what is named on a command line: files, sizes and choices.
+
+Whatever is wrong is a `ValueError` with one sentence: what was given, the rule, the next step.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from ebbtide.budget import parse_budget
+from ebbtide.catalog import MACHINES
+from ebbtide.errors import PlanError
+from ebbtide.machine import Machine
+from ebbtide.naming import unknown_name_message
+from ebbtide.plan import Plan
+from ebbtide.planner.solve import BUDGET_PLANNERS
+from ebbtide.units import format_bytes, parse_bytes, parse_path_and_cap
+from ebbtide.workload import Workload
+
+Form = TypeVar("Form")
+
+
+def read_workload(path: Path) -> Workload:
+    """Read a workload that has times, as planning needs."""
+    workload = _read_file("WORKLOAD", path, Workload.from_json)
+    if not workload.is_timed:
+        raise ValueError(
+            f"WORKLOAD {path}: it has no times, and a budget needs them; write it again with "
+            "`ebbtide observe`"
+        )
+    return workload
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan."""
+    return _read_file("--check", path, Plan.from_json)
+
+
+def read_machine(given: str) -> Machine:
+    """Return the machine of the catalog with this name, or else that of the file."""
+    if given in MACHINES:
+        return MACHINES[given]
+    if not Path(given).exists():
+        unknown = unknown_name_message("machine", given, MACHINES)
+        raise ValueError(f"--machine {given}: there is no such file, and in the catalog, {unknown}")
+    return _read_file("--machine", Path(given), Machine.from_json)
+
+
+def read_budget(given: str, machine: Machine) -> int:
+    """Return the bytes of `--budget` on this machine."""
+    try:
+        return parse_budget(given, machine.device_bytes)
+    except ValueError as error:
+        raise ValueError(f"--budget {given}: {error}") from error
+
+
+def read_host(given: str | None, machine: Machine) -> int | None:
+    """Return the bytes of `--host`, or None if it was not given."""
+    if given is None:
+        return None
+    try:
+        num_bytes = parse_bytes(given)
+    except ValueError as error:
+        raise ValueError(f"--host {given}: {error}") from error
+    if num_bytes and not machine.out_bytes_per_s * machine.in_bytes_per_s:
+        raise ValueError(
+            f"--host {given}: the machine {machine.name} has no bandwidth to host memory, so no "
+            "time can be planned; leave --host out, or give a machine file with out_bytes_per_s "
+            "and in_bytes_per_s"
+        )
+    return num_bytes
+
+
+def read_disks(given: Sequence[str], machine: Machine) -> int | None:
+    """Return the bytes of all `--disk` together, or None if there was none."""
+    if not given:
+        return None
+    num_bytes = 0
+    for text in given:
+        try:
+            num_bytes += parse_path_and_cap(text).cap_bytes if ":" in text else parse_bytes(text)
+        except ValueError as error:
+            raise ValueError(f"--disk {text}: {error}") from error
+    if num_bytes and not machine.disk_write_bytes_per_s * machine.disk_read_bytes_per_s:
+        raise ValueError(
+            f"--disk {given[0]}: the machine {machine.name} has no bandwidth to disk, so no time "
+            "can be planned; leave --disk out, or give a machine file with disk_write_bytes_per_s "
+            "and disk_read_bytes_per_s"
+        )
+    return num_bytes
+
+
+def read_decisions(given: Sequence[str]) -> dict[str, str]:
+    """Return pattern to decision; of two with the same pattern the later one counts."""
+    decide: dict[str, str] = {}
+    for text in given:
+        pattern, mark, decision = text.rpartition("=")
+        if not mark or not pattern:
+            raise ValueError(
+                f"--decide {text}: it must be a pattern over activation names, '=' and a decision; "
+                "give for example --decide '*.mlp.*=recompute'"
+            )
+        # Later patterns win, so it must also come later.
+        decide.pop(pattern, None)
+        decide[pattern] = decision
+    return decide
+
+
+def check_planner(name: str) -> None:
+    """Refuse a planner that there is not."""
+    if name not in BUDGET_PLANNERS:
+        raise ValueError(unknown_name_message("planner", name, BUDGET_PLANNERS))
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Refuse a file that could not be written, before anything is computed."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: it is a folder; give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"{option} {path}: there is no folder {path.parent}; make it, or name another"
+        )
+
+
+def describe_large_budget(budget_bytes: int, machine: Machine) -> str:
+    """Return a warning about a budget that the device does not have; empty if it has."""
+    if budget_bytes <= machine.device_bytes:
+        return ""
+    return (
+        f"the budget of {format_bytes(budget_bytes)} is more than the "
+        f"{format_bytes(machine.device_bytes)} of {machine.name}"
+    )
+
+
+def _read_file(option: str, path: Path, read: Callable[[str], Form]) -> Form:
+    try:
+        return read(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: the file cannot be read ({error.strerror}); give an existing file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{option} {path}: byte {error.start} is not UTF-8; give a JSON file"
+        ) from error
+    except PlanError as error:
+        raise ValueError(f"{option} {path}: {error}") from error

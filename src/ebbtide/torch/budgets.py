@@ -1,0 +1,163 @@
+"""From a budget to plans for one attached model: probe once, then plan for each batch shape.
+
+Shapes are put into buckets of tokens, an eighth of a power of two wide, and planned for the largest
+batch of their bucket, so that one plan serves all of it. A shape that was not observed is planned
+from the scaled workload. After an out-of-memory error the budget is lowered by what was over it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+
+from ebbtide.budget import parse_budget
+from ebbtide.errors import BudgetError
+from ebbtide.machine import Machine
+from ebbtide.plan import Decision, Plan
+from ebbtide.planner.result import Code
+from ebbtide.planner.scale import Scale, scale_workload
+from ebbtide.planner.solve import plan_for_budget
+from ebbtide.torch.probe import probe_machine
+from ebbtide.units import DiskSpec, format_bytes
+from ebbtide.workload import Workload
+
+log = logging.getLogger("ebbtide")
+
+# What stays free for other programs when nobody said how much host memory to take.
+FREE_HOST_SHARE = Fraction(1, 8)
+
+# After an out-of-memory error the next plan takes this much less, beside what was over.
+OOM_SHARE = Fraction(1, 20)
+
+BUCKETS_PER_OCTAVE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The batch that a block is given."""
+
+    rows: int
+    """Sequences."""
+    length: int
+    """Tokens in each."""
+
+    @classmethod
+    def of(cls, size: torch.Size) -> Shape:
+        """Return the shape of activations of this size: rows, tokens, width."""
+        if len(size) < 3:
+            return cls(rows=max(1, size[0] if len(size) > 0 else 1), length=1)
+        return cls(rows=max(1, size[0]), length=max(1, size[1]))
+
+
+class BudgetPlanner:
+    """Makes the plans of one attached model.
+
+    Args:
+        budget: Most device memory of a step: a size, a share of the device or "auto".
+        device: Where the model is.
+        host_bytes: Most pinned host memory of the node; None: what is free, less a reserve.
+        disk: The disk tier, if there is one.
+        decide: Decisions to keep to, by pattern.
+        min_bytes: Smaller activations never move.
+        planner: One of `ebbtide.planner.BUDGET_PLANNERS`.
+
+    Raises:
+        ValueError: The budget cannot be read.
+    """
+
+    def __init__(
+        self,
+        budget: str | int,
+        *,
+        device: torch.device,
+        host_bytes: int | None,
+        disk: DiskSpec | None,
+        decide: Mapping[str, str | Decision] | None,
+        min_bytes: int,
+        planner: str,
+    ) -> None:
+        self._machine: Machine | None = None
+        self._device = device
+        self._host_bytes = host_bytes
+        self._disk = disk
+        self._decide = dict(decide or {})
+        self._min_bytes = min_bytes
+        self._planner = planner
+        self._given = budget
+        self._less_bytes = 0
+        """What the plans must stay under the budget, after out-of-memory errors."""
+        parse_budget(budget, 2**50)  # refuse what cannot be read before anything is measured
+
+    @property
+    def machine(self) -> Machine:
+        """The machine at hand; probed at the first call, under a second."""
+        if self._machine is None:
+            probed = probe_machine(self._device, disk=self._disk)
+            free = probed.host_bytes - int(probed.host_bytes * FREE_HOST_SHARE)
+            host = free if self._host_bytes is None else self._host_bytes
+            self._machine = replace(probed, host_bytes=host if probed.host_bytes else 0)
+        return self._machine
+
+    @property
+    def budget_bytes(self) -> int:
+        """Most device memory that a plan may take now."""
+        return max(0, parse_budget(self._given, self.machine.device_bytes) - self._less_bytes)
+
+    def make(
+        self, workload: Workload, observed: Shape | None = None, now: Shape | None = None
+    ) -> Plan:
+        """Plan for a workload, scaled from the observed shape to that of `now` if they are given.
+
+        Raises:
+            BudgetError: No plan keeps to the budget.
+            PlanError: A pattern of `decide` matches nothing, or pins what cannot be.
+        """
+        if observed is not None and now is not None and now != observed:
+            workload = scale_workload(workload, _scale(observed, bucket(now)))
+        outcome = plan_for_budget(
+            workload,
+            self.machine,
+            budget_bytes=self.budget_bytes,
+            planner=self._planner,
+            decide=self._decide,
+            min_bytes=self._min_bytes,
+        )
+        if outcome.code is Code.NOTHING_FITS or outcome.plan is None:
+            raise BudgetError(outcome.message)
+        log.info("%s: %s", outcome.planner, outcome.message)
+        return outcome.plan
+
+    def shrink(self, plan: Plan, actual_bytes: int) -> str:
+        """Plan more frugally from now on, after a step ran out of memory.
+
+        Returns:
+            What was predicted against what was, for people.
+        """
+        over = max(0, actual_bytes - plan.peak_bytes)
+        budget = self.budget_bytes
+        self._less_bytes += over + int(budget * OOM_SHARE)
+        return (
+            f"ebbtide predicted a peak of {format_bytes(plan.peak_bytes)} for a budget of "
+            f"{format_bytes(budget)}; {format_bytes(actual_bytes)} were allocated when memory ran "
+            f"out. The next step is planned for {format_bytes(self.budget_bytes)}."
+        )
+
+
+def bucket(shape: Shape) -> Shape:
+    """Return the largest batch that is planned like `shape`."""
+    return replace(shape, length=_round_up(shape.length))
+
+
+def _round_up(number: int) -> int:
+    step = max(1, (1 << (number.bit_length() - 1)) // BUCKETS_PER_OCTAVE)
+    return -(-number // step) * step
+
+
+def _scale(observed: Shape, now: Shape) -> Scale:
+    return Scale(
+        rows=Fraction(now.rows, observed.rows), length=Fraction(now.length, observed.length)
+    )

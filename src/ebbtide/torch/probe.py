@@ -1,0 +1,257 @@
+"""Measure the Machine at hand: what its tiers can hold, and how fast its links copy.
+
+Known weakness: each figure is the best of a few short copies. Where ranks share an uplink, one
+that starts late or ends early copies alone for that part, and its figure is then a little high.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed
+from torch import Tensor
+
+from ebbtide.errors import MemoryTierError
+from ebbtide.machine import Machine
+from ebbtide.memory.disk import NUM_THREADS, REQUEST_BYTES, SystemFileCalls
+from ebbtide.torch.devices.cuda import pin_host_region
+from ebbtide.units import DiskSpec, format_bytes
+
+LINK_BYTES = 256 * 2**20
+"""Copied in one timing: 5 ms at 55 GB/s, where launching a copy takes some microseconds."""
+
+DISK_BYTES = 64 * 2**20
+"""Written and read in one timing: 0.3 s at 0.2 GB/s."""
+
+SLOWDOWN_PPM = 15_000
+"""Not probed: a matrix product ran 3 % slower beside copies both ways (one H200, PCIe 5 x16)."""
+
+# The first one pays for what the driver sets up, and is not counted.
+_NUM_COPIES = 3
+
+_LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
+
+
+def probe_machine(
+    device: torch.device, *, disk: DiskSpec | None = None, num_bytes: int = LINK_BYTES
+) -> Machine:
+    """Measure one device with its links; takes under a second, but for slow disks.
+
+    Where `torch.distributed` is initialised, all ranks copy at once (design rule 12), and this
+    is a collective call: every rank must make it, with the same arguments. Measured once in a
+    process; the same arguments give the same machine from then on.
+
+    Args:
+        device: A CUDA device, or the CPU, which has no host tier: it is the host's memory.
+        disk: A folder that exists, and the most bytes there. Default: no disk tier.
+        num_bytes: Pinned and device memory that is taken for the measurement and given back.
+
+    Returns:
+        Its `host_bytes` is what the whole node has free now; `device_bytes` is all that the
+        device has, on the CPU what is free now.
+
+    Raises:
+        MemoryTierError: The driver refuses to pin, or the disk folder cannot be written.
+        ValueError: The device is neither CUDA nor the CPU, or `num_bytes` is below 2.
+    """
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(
+            f"device {str(device)!r} cannot be probed; it must be a CUDA device or the CPU. Write "
+            "a Machine for it, with published figures"
+        )
+    if num_bytes < 2:
+        raise ValueError(f"num_bytes is {num_bytes}; it must be 2 or more, a byte each way")
+    # torch's stubs say that an index is always there.
+    if device.type == "cuda" and device.index is None:  # pyright: ignore[reportUnnecessaryComparison]
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _probe(device, disk, num_bytes, _count_local_ranks(), _is_distributed())
+
+
+@cache
+def _probe(
+    device: torch.device,
+    disk: DiskSpec | None,
+    num_bytes: int,
+    num_local_ranks: int,
+    is_distributed: bool,
+) -> Machine:
+    free_bytes = int(psutil.virtual_memory().available)
+    has_disk = disk is not None and disk.cap_bytes > 0
+    disk_rates = _measure_disk(disk) if disk is not None and has_disk else _DiskRates()
+    is_cuda = device.type == "cuda"
+    link = _measure_link(device, num_bytes) if is_cuda else _LinkRates()
+    copying = f"{num_local_ranks} local ranks copying at once" if is_distributed else "one process"
+    measured = [f"best of {_NUM_COPIES} x {format_bytes(num_bytes)} pinned"] if is_cuda else []
+    measured += [f"{format_bytes(_disk_bytes(disk))} on disk"] if disk and has_disk else []
+    return Machine(
+        name=torch.cuda.get_device_name(device) if is_cuda else "cpu",
+        device_bytes=torch.cuda.mem_get_info(device)[1] if is_cuda else free_bytes,
+        host_bytes=free_bytes if is_cuda else 0,
+        out_bytes_per_s=link.out_bytes_per_s,
+        in_bytes_per_s=link.in_bytes_per_s,
+        both_bytes_per_s=link.both_bytes_per_s,
+        disk_bytes=disk.cap_bytes if disk is not None and has_disk else 0,
+        disk_write_bytes_per_s=disk_rates.write_bytes_per_s,
+        disk_read_bytes_per_s=disk_rates.read_bytes_per_s,
+        slowdown_ppm=SLOWDOWN_PPM if is_cuda else 0,
+        num_local_ranks=num_local_ranks,
+        source=f"probed with torch {torch.__version__}: {', '.join((*measured, copying))}",
+    )
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _count_local_ranks() -> int:
+    # torchrun sets it. Without it all ranks are taken to be on this node.
+    given = os.environ.get(_LOCAL_RANKS_VARIABLE, "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given)
+    return torch.distributed.get_world_size() if _is_distributed() else 1
+
+
+def _wait_for_other_ranks() -> None:
+    if _is_distributed():
+        torch.distributed.barrier()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkRates:
+    out_bytes_per_s: int = 0
+    in_bytes_per_s: int = 0
+    both_bytes_per_s: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DiskRates:
+    write_bytes_per_s: int = 0
+    read_bytes_per_s: int = 0
+
+
+def _measure_link(device: torch.device, num_bytes: int) -> _LinkRates:
+    region = pin_host_region(num_bytes)
+    try:
+        with torch.cuda.device(device):
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            return _measure_copies(memory, region.buffer)
+    finally:
+        region.close()
+
+
+def _measure_copies(memory: Tensor, host: Tensor) -> _LinkRates:
+    """Copy `memory` out, in, and one half each way at once; on the current device."""
+    num_bytes = memory.numel()
+    middle = num_bytes // 2
+    lanes = (torch.cuda.Stream(), torch.cuda.Stream())
+
+    def copy_out() -> None:
+        host.copy_(memory, non_blocking=True)
+
+    def copy_in() -> None:
+        memory.copy_(host, non_blocking=True)
+
+    def copy_both() -> None:
+        current = torch.cuda.current_stream()
+        for lane in lanes:
+            lane.wait_stream(current)
+        with torch.cuda.stream(lanes[0]):
+            host[:middle].copy_(memory[:middle], non_blocking=True)
+        with torch.cuda.stream(lanes[1]):
+            memory[middle:].copy_(host[middle:], non_blocking=True)
+        for lane in lanes:
+            current.wait_stream(lane)
+
+    return _LinkRates(
+        out_bytes_per_s=_time_copies(copy_out, num_bytes),
+        in_bytes_per_s=_time_copies(copy_in, num_bytes),
+        both_bytes_per_s=_time_copies(copy_both, num_bytes),
+    )
+
+
+def _time_copies(start: Callable[[], None], num_bytes: int) -> int:
+    """Return the best rate of a few copies, all that `start` queues counting as one."""
+    seconds: list[float] = []
+    for _ in range(1 + _NUM_COPIES):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        _wait_for_other_ranks()
+        # What the ranks meet in may itself run on the device.
+        torch.cuda.synchronize()
+        before.record()
+        start()
+        after.record()
+        after.synchronize()
+        seconds.append(before.elapsed_time(after) / 1000)
+    return max(1, int(num_bytes / max(min(seconds[1:]), 1e-9)))
+
+
+def _disk_bytes(disk: DiskSpec) -> int:
+    return min(DISK_BYTES, disk.cap_bytes)
+
+
+def _measure_disk(disk: DiskSpec) -> _DiskRates:
+    """Write and read as a `DiskStore` does, but wait for the disk itself and not for its cache.
+
+    What fits in the page cache goes at the speed of memory; a step that evicts more does not.
+    """
+    calls = SystemFileCalls()
+    path = Path(disk.path) / f"ebbtide-probe-{os.getpid()}-{secrets.token_hex(8)}"
+    num_bytes = _disk_bytes(disk)
+    # Random bytes: some disks compress, and zeros may take no place at all.
+    source = memoryview(secrets.token_bytes(num_bytes))
+    target = memoryview(bytearray(num_bytes))
+    try:
+        descriptor = calls.open(path)
+        try:
+            _wait_for_other_ranks()
+            start = time.perf_counter()
+            _copy_parts(calls.write_at, descriptor, source)
+            os.fsync(descriptor)
+            written = time.perf_counter()
+            if sys.platform == "linux":
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            _wait_for_other_ranks()
+            reading = time.perf_counter()
+            _copy_parts(calls.read_at, descriptor, target)
+            read = time.perf_counter()
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise MemoryTierError(
+            f"disk folder {disk.path!r}: writing {format_bytes(num_bytes)} there and reading it "
+            f"back failed ({error.strerror}); it must exist, be writable and have that much free. "
+            "Name another folder."
+        ) from error
+    return _DiskRates(
+        write_bytes_per_s=max(1, int(num_bytes / max(written - start, 1e-9))),
+        read_bytes_per_s=max(1, int(num_bytes / max(read - reading, 1e-9))),
+    )
+
+
+def _copy_parts(
+    call: Callable[[int, memoryview, int], int], descriptor: int, buffer: memoryview
+) -> None:
+    """Copy all of `buffer`, on as many threads as a store has."""
+
+    def copy(first: int) -> None:
+        end = min(first + REQUEST_BYTES, len(buffer))
+        while first < end:
+            num_bytes = call(descriptor, buffer[first:end], first)
+            if num_bytes == 0:
+                raise OSError(0, "the file ended early")
+            first += num_bytes
+
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ebbtide-probe") as threads:
+        # The list: an exception of a thread is raised when its result is taken.
+        list(threads.map(copy, range(0, len(buffer), REQUEST_BYTES)))
