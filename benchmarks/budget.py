@@ -3,8 +3,9 @@
     PYTHONPATH=src python3 benchmarks/budget.py --contexts 8192,32768 --out benchmarks/results
 
 For each context: keep, full checkpointing and the named plans, then budgets between checkpointing's
-peak and keep's. One process, one model, so that all figures are of one run. A step is forward and
-backward; the plan predicts it with what lies around the blocks. Writes JSON, a table and a picture.
+peak and keep's. One process, one model, so that all figures of a context are of one run. A step is
+forward and backward; the plan predicts it with what lies around the blocks. Writes a JSON file for
+each context, and a table and a picture of all that lie in the folder; without contexts, those alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 import transformers
 from llama_shape import BUDGET_PREFIX, GIB, gradients, make_model, measure
 
-PURE = ("keep", "checkpoint", "offload-inputs", "offload", "balanced")
+PURE = ("keep", "checkpoint", "offload-inputs", "balanced")
 SHARES = (0.02, 0.15, 0.35, 0.6, 0.85)
 """Of the way from checkpointing's peak to keep's."""
 STEPS = {8192: 6, 32768: 3, 65536: 2}
@@ -43,14 +44,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    model = make_model(options.layers, "cuda", options.scale)
-    contexts: dict[int, list[dict[str, Any]]] = {}
-    for context in map(int, options.contexts.split(",")):
+    wanted = [int(context) for context in options.contexts.split(",") if context]
+    model = make_model(options.layers, "cuda", options.scale) if wanted else None
+    for context in wanted:
+        assert model is not None
         torch.manual_seed(1)
         ids = torch.randint(0, 32000 // options.scale, (1, context), device="cuda")
         reference = gradients(model, ids)
         steps = STEPS.get(context, 3)
-        rows = [measure(name, model, ids, steps, reference) for name in PURE]
+        rows = [measure(name, model, ids, steps, None) for name in PURE]
         low, high = (_row(rows, name)["peak_gib"] * GIB for name in ("checkpoint", "keep"))
         budgets = [low + share * (high - low) for share in SHARES] + [high / 2]
         for budget in sorted(map(int, budgets)):
@@ -61,23 +63,24 @@ def main() -> int:
             print(_line(row), flush=True)
         for row in rows:
             _finish(row)
-        contexts[context] = rows
-    facts = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": sys.version.split()[0],
-        "date": time.strftime("%Y-%m-%d"),
-        "layers": options.layers,
-        "command": f"PYTHONPATH=src python3 benchmarks/budget.py --contexts {options.contexts} "
-        "--out benchmarks/results",
-    }
-    result = {"facts": facts, "contexts": contexts}
-    (options.out / "budget.json").write_text(json.dumps(result, indent=1))
-    text = report(facts, contexts)
+        facts = {
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": sys.version.split()[0],
+            "date": time.strftime("%Y-%m-%d"),
+            "layers": options.layers,
+            "command": f"PYTHONPATH=src python3 benchmarks/budget.py --contexts {context} "
+            "--out benchmarks/results",
+        }
+        text = json.dumps({"facts": facts, "rows": rows}, indent=1)
+        (options.out / f"budget-{context}.json").write_text(text)
+    files = sorted(options.out.glob("budget-*.json"), key=lambda f: int(f.stem.split("-")[1]))
+    results = {int(f.stem.split("-")[1]): json.loads(f.read_text()) for f in files}
+    text = report(results)
     (options.out / "budget.md").write_text(text)
-    draw(contexts, options.out / "budget.png")
-    print(text)
+    print(text, flush=True)
+    draw({context: result["rows"] for context, result in results.items()}, options.out)
     return 0 if "| no |" not in text else 1
 
 
@@ -91,22 +94,22 @@ def _row(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return next(row for row in rows if row["strategy"] == name)
 
 
-def report(facts: dict[str, Any], contexts: dict[int, list[dict[str, Any]]]) -> str:
+def report(results: dict[int, dict[str, Any]]) -> str:
     """Return the tables and the promises as markdown."""
+    facts = next(iter(results.values()))["facts"]
     lines = [
         "# A memory budget: predicted and measured",
         "",
         f"Llama-3-8B shape x {facts['layers']} layers, random weights, vocabulary 32,000, batch 1, "
         f"bf16, eager. {facts['device']}, torch {facts['torch']}, transformers "
-        f"{facts['transformers']}, Python {facts['python']}, {facts['date']}. A step is forward and "
-        "backward; times are medians in ms, peaks GiB allocated with weights and gradients. "
+        f"{facts['transformers']}, Python {facts['python']}, {facts['date']}. A step is forward "
+        "and backward; times are medians in ms, peaks GiB allocated with weights and gradients. "
         "`gradients`: equal bit for bit to keep's under deterministic kernels.",
         "",
-        f"    $ {facts['command']}",
-        "",
     ]
-    for context, rows in contexts.items():
-        lines += [f"## {context} tokens", "", "```", _line(None)]
+    for context, result in results.items():
+        rows = result["rows"]
+        lines += [f"## {context} tokens", "", "```", f"$ {result['facts']['command']}", _line(None)]
         lines += [*(_line(row) for row in rows), "```", ""]
         lines += ["| promise | most | measured | kept |", "| --- | --- | --- | --- |"]
         lines += [*_promises(rows), ""]
@@ -156,7 +159,7 @@ def _promise(name: str, most: float, value: float) -> str:
     return f"| {name} | {most} | {value:.4f} | {'yes' if value <= most else 'no'} |"
 
 
-def draw(contexts: dict[int, list[dict[str, Any]]], file: Path) -> None:
+def draw(contexts: dict[int, list[dict[str, Any]]], folder: Path) -> None:
     """Draw step time against peak: budgets with their bound, and the named strategies."""
     import matplotlib
 
@@ -184,7 +187,7 @@ def draw(contexts: dict[int, list[dict[str, Any]]], file: Path) -> None:
         plot.set_ylabel("step (ms)")
         plot.legend()
     figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    figure.savefig(folder / "budget.png", dpi=120)
 
 
 if __name__ == "__main__":

@@ -165,18 +165,23 @@ def _step(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[float, float]:
 
 def gradients(model: LlamaForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:
     """Return the gradients of one step under deterministic kernels, on the host."""
+    _deterministic_step(model, ids)
+    return [p.grad.cpu().pin_memory() for p in model.parameters() if p.grad is not None]
+
+
+def _deterministic_step(model: LlamaForCausalLM, ids: torch.Tensor) -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
     model.zero_grad(set_to_none=True)
     model(input_ids=ids, labels=ids).loss.backward()
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch.use_deterministic_algorithms(False)
-    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
 def _compare(model: LlamaForCausalLM, ids: torch.Tensor, reference: Any) -> bool:
-    found = gradients(model, ids)
-    return all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+    _deterministic_step(model, ids)
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return all(torch.equal(a, b.to(a.device)) for a, b in zip(found, reference, strict=True))
 
 
 def main() -> None:

@@ -79,6 +79,8 @@ class BlockTiming:
         self.end_peak_bytes = 0
         self.events: list[_Event] = []
         self.num_unpacks = 0
+        self.replayed_bytes = 0
+        """Replayed activations that were there when the last event began."""
         self.base_bytes = 0
         """What is counted elsewhere while its backward runs, but for what the next field says."""
         self.gradient_bytes = 0
@@ -111,12 +113,17 @@ class BlockTiming:
         self.end = self._meter.mark()
         self.end_peak_bytes = self._meter.take_peak_bytes()
 
-    def note_peak(self, record: Record) -> None:
-        """Let the last event hold what the peak has beyond all that is counted elsewhere."""
+    def note_peak(self, record: Record | None) -> None:
+        """Let the last event hold what the peak has beyond all that is counted elsewhere.
+
+        None for a record that died with the block's last event: what that was given is alive.
+        """
         peak_bytes = self._meter.take_peak_bytes()
         if self.events:
             event = self.events[-1]
-            counted = self.base_bytes + self.gradient_bytes + record.replayed_bytes(event.nodes)
+            if record is not None:
+                self.replayed_bytes = record.replayed_bytes(event.nodes)
+            counted = self.base_bytes + self.gradient_bytes + self.replayed_bytes
             event.held_bytes = max(event.held_bytes, peak_bytes - counted)
 
 
@@ -289,9 +296,7 @@ class Stopwatch:
         timing, known, event, start = self._open
         self._open = None
         event.spans.append((start, mark))
-        record = known()
-        if record is not None:
-            timing.note_peak(record)
+        timing.note_peak(known())
 
     def _counted_bytes(self, timing: BlockTiming) -> int:
         """What is counted elsewhere as a block's backward starts, but for its own gradients."""
