@@ -5,7 +5,8 @@
 For each context: keep, full checkpointing and the named plans, then budgets between checkpointing's
 peak and keep's. One process, one model, so that all figures of a context are of one run. A step is
 forward and backward; the plan predicts it with what lies around the blocks. Writes a JSON file for
-each context, and a table and a picture of all that lie in the folder; without contexts, those alone.
+each context, and a table and a picture of all that lie in the folder; without contexts, those
+alone.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ HALF_PROMISE = 1.03
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--contexts", default="8192,32768")
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)))
+    parser.add_argument("--pure", default=",".join(PURE), help="named strategies beside it")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--scale", type=int, default=1, help="divide the widths, for a dry run")
     parser.add_argument("--out", type=Path, required=True)
@@ -52,9 +55,11 @@ def main() -> int:
         ids = torch.randint(0, 32000 // options.scale, (1, context), device="cuda")
         reference = gradients(model, ids)
         steps = STEPS.get(context, 3)
-        rows = [measure(name, model, ids, steps, None) for name in PURE]
+        rows = [measure(name, model, ids, steps, None) for name in options.pure.split(",")]
         low, high = (_row(rows, name)["peak_gib"] * GIB for name in ("checkpoint", "keep"))
-        budgets = [low + share * (high - low) for share in SHARES] + [high / 2]
+        budgets = [
+            low + share * (high - low) for share in map(float, options.shares.split(","))
+        ] + [high / 2]
         for budget in sorted(map(int, budgets)):
             row = measure(f"{BUDGET_PREFIX}{budget}", model, ids, steps, reference)
             row["budget_gib"] = budget / GIB
@@ -71,7 +76,7 @@ def main() -> int:
             "date": time.strftime("%Y-%m-%d"),
             "layers": options.layers,
             "command": f"PYTHONPATH=src python3 benchmarks/budget.py --contexts {context} "
-            "--out benchmarks/results",
+            f"--shares {options.shares} --pure {options.pure} --out benchmarks/results",
         }
         text = json.dumps({"facts": facts, "rows": rows}, indent=1)
         (options.out / f"budget-{context}.json").write_text(text)

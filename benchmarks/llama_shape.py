@@ -29,6 +29,9 @@ from ebbtide.torch import Tide, attach
 
 GIB = 2**30
 
+NUM_WARM_UP = 7
+"""Steps under a plan before the counted ones: a budget's plan is corrected after five."""
+
 BUDGET_PREFIX = "budget:"
 """A strategy of this name gives ebbtide's planner so many bytes."""
 
@@ -94,7 +97,8 @@ def measure(
             row["first_step_peak_gib"] = torch.cuda.max_memory_allocated() / GIB
             _step(model, ids)
             torch.cuda.empty_cache()
-            for _ in range(2):  # planned, and checked by ebbtide in its first planned step
+            # Planned; checked in the first, and timed in some to correct the prediction.
+            for _ in range(NUM_WARM_UP if name.startswith(BUDGET_PREFIX) else 1):
                 _step(model, ids)
             region = None if tide is None else tide.host_region_address
             if tide is not None:

@@ -69,10 +69,12 @@ def make_menu(block: BlockClass) -> tuple[Option, ...]:
         if cost < time_weight * left.replay_ns + byte_weight * left.num_bytes:
             options.append(found)
             todo += [(left, found), (found, right)]
-    if first is not keep:
-        options.append(keep)
-    options = [o for o in options if o is keep or o.num_bytes < keep.num_bytes]
-    options.sort(key=lambda option: -option.num_bytes)
+    # The fastest of each size; nothing is larger than what autograd saves.
+    fastest: dict[int, Option] = {}
+    for option in sorted(options, key=lambda option: -option.replay_ns):
+        fastest[option.num_bytes] = option
+    fastest[keep.num_bytes] = keep
+    options = [fastest[size] for size in sorted(fastest, reverse=True) if size <= keep.num_bytes]
     between = [o for left, right in pairwise(options) for o in _between(block, left, right)]
     return tuple(sorted([*options, *between], key=lambda option: -option.num_bytes))
 

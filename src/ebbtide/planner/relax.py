@@ -219,14 +219,15 @@ class _Program:
                 made = slot.bytes_after / _BYTES
                 self._leq.add([(out, 1.0), (self._moved[block], -1.0)], made)
         outside = self._chain.outside
-        turn = self._slot(outside.turn_ns)
         num_blocks = len(self._chain.class_of)
+        # Before the turn a plan may wait for what its last call has made.
+        out = self._copy(out, self._slot(0), rate)
+        self._leq.add([(out, 1.0), (self._moved[num_blocks], -1.0)], 0.0)
+        turn = self._slot(outside.turn_ns)
         end = self._copy(out, turn, rate)
         self._eq.add([(end, 1.0), (self._moved[num_blocks], -1.0)], 0.0)
         # In the turn: what is stored and had not left before it. The turn is one moment.
-        kept = [(self._made[num_blocks], 1.0)]
-        if out is not None:
-            kept.append((out, -1.0))
+        kept = [(self._made[num_blocks], 1.0), (out, -1.0)]
         self._leq.add(kept, self._room - outside.turn_bytes / _BYTES)
 
     def _backward_pass(self) -> None:
@@ -264,7 +265,7 @@ class _Program:
         machine = self._machine
         if not (host and disk):
             return
-        num_out = sum(len(self._forward[c]) for c in self._chain.class_of) + 1
+        num_out = sum(len(self._forward[c]) for c in self._chain.class_of) + 2
         sides = (
             (self._lengths[:num_out], machine.disk_write_bytes_per_s),
             (self._lengths[num_out:], machine.disk_read_bytes_per_s),

@@ -56,6 +56,32 @@ def scale_workload(workload: Workload, scale: Scale) -> Workload:
     )
 
 
+def pace_workload(workload: Workload, factor: Fraction) -> Workload:
+    """Return the workload of a device that takes `factor` times as long for everything."""
+    outside = workload.outside
+    if outside is not None:
+        outside = replace(
+            outside,
+            turn_ns=_times(outside.turn_ns, factor),
+            ends_ns=_times(outside.ends_ns, factor),
+        )
+    blocks = tuple(
+        replace(
+            block,
+            activations=tuple(
+                replace(a, make_ns=_times(a.make_ns, factor)) for a in block.activations
+            ),
+            backward=tuple(
+                replace(event, compute_ns=_times(event.compute_ns, factor))
+                for event in block.backward
+            ),
+            rest_ns=_times(block.rest_ns, factor),
+        )
+        for block in workload.blocks
+    )
+    return replace(workload, blocks=blocks, outside=outside)
+
+
 def _block(block: Block, scale: Scale) -> Block:
     attention = {a.name for a in block.activations if a.kind is OpKind.ATTENTION}
     return replace(

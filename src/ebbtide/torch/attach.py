@@ -339,6 +339,7 @@ class _Attachment:
         if self._budgets is not None:
             runtime.follow_shape = maker.follow_shape
             runtime.note_out_of_memory = maker.note_out_of_memory
+            runtime.note_pace = maker.note_pace
         tide = Tide(runtime, ledger, install(runtime), store, self._budgets)
         maker.tide = weakref.ref(tide)
         return tide
@@ -419,6 +420,7 @@ class _PlanMaker:
         self._made: dict[Shape, tuple[Plan, Traffic | None]] = {}
         """Plans for a budget, by bucket of shapes."""
         self._now: Plan | None = None
+        self._observed_shape: Shape | None = None
         self._plan = plan
         self._device = device
         self._host_cap = host_cap_bytes
@@ -437,11 +439,32 @@ class _PlanMaker:
             BudgetError: No plan keeps to the budget; the tide is closed then.
         """
         shape, observed_shape = Shape.of(size), Shape.of(observed)
+        self._observed_shape = observed_shape
         key = shape if shape == observed_shape else bucket(shape)
         if key not in self._made:
             self._made[key] = self._make(workload, observed_shape, shape)
         self._now = self._made[key][0]
         return self._made[key]
+
+    def note_pace(
+        self, workload: Workload, plan: Plan, measured_ns: int
+    ) -> tuple[Workload, Plan, Traffic | None]:
+        """Correct the times by what steps under `plan` took; returns what to go on with.
+
+        Plans for other shapes are made anew from the corrected times.
+        """
+        assert self._budgets is not None, "bug in ebbtide"
+        key = next((k for k, made in self._made.items() if made[0] is plan), None)
+        if key is None or key != self._observed_shape:
+            return workload, plan, self._made[key][1] if key is not None else None
+        paced, better = self._budgets.correct(workload, plan, measured_ns)
+        is_same = better.decisions == plan.decisions and better.fetch_at == plan.fetch_at
+        traffic = self._made[key][1]
+        if not is_same:
+            traffic = self._traffic(better, Anchors.of(better, paced))
+        self._made = {key: (better, traffic)}
+        self._now = better
+        return paced, better, traffic
 
     def note_out_of_memory(self) -> str:
         """Plan more frugally from the next step on; returns what to tell the user."""

@@ -2,7 +2,8 @@
 
 Shapes are put into buckets of tokens, an eighth of a power of two wide, and planned for the largest
 batch of their bucket, so that one plan serves all of it. A shape that was not observed is planned
-from the scaled workload. After an out-of-memory error the budget is lowered by what was over it.
+from the scaled workload. After a few steps the times are corrected by what they really took, and
+after an out-of-memory error the budget is lowered by what was over it.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.result import Code
-from ebbtide.planner.scale import Scale, scale_workload
+from ebbtide.planner.scale import Scale, pace_workload, scale_workload
 from ebbtide.planner.solve import plan_for_budget
+from ebbtide.simulate import simulate
 from ebbtide.torch.probe import probe_machine
 from ebbtide.units import DiskSpec, format_bytes
 from ebbtide.workload import Workload
@@ -34,6 +36,12 @@ FREE_HOST_SHARE = Fraction(1, 8)
 OOM_SHARE = Fraction(1, 20)
 
 BUCKETS_PER_OCTAVE = 8
+
+MIN_GAIN = Fraction(1, 100)
+"""Of a step: for less, a plan that runs is kept when its prediction is corrected."""
+
+# Each corrects what the last one left, since copies do not slow down with compute.
+NUM_CORRECTIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +138,27 @@ class BudgetPlanner:
             raise BudgetError(outcome.message)
         log.info("%s: %s", outcome.planner, outcome.message)
         return outcome.plan
+
+    def correct(self, workload: Workload, plan: Plan, measured_ns: int) -> tuple[Workload, Plan]:
+        """Correct the times of a workload by what steps under a plan took, and plan again.
+
+        The plan is kept, with the new prediction, if another one gains less than 1 %.
+
+        Returns:
+            The workload whose times give what was measured, and the plan for it.
+        """
+        paced = workload
+        factor = Fraction(1)
+        for _ in range(NUM_CORRECTIONS):
+            predicted = simulate(plan, paced, self.machine).step_ns
+            factor *= Fraction(measured_ns, max(predicted, 1))
+            paced = pace_workload(workload, factor.limit_denominator(10**6))
+        again = self.make(paced)
+        same_ns = simulate(plan, paced, self.machine).step_ns
+        if again.predicted_step_ns < same_ns * (1 - MIN_GAIN):
+            return paced, again
+        bound_ns = min(again.bound_step_ns, same_ns)
+        return paced, replace(plan, predicted_step_ns=same_ns, bound_step_ns=bound_ns)
 
     def shrink(self, plan: Plan, actual_bytes: int) -> str:
         """Plan more frugally from now on, after a step ran out of memory.

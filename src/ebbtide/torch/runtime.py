@@ -32,6 +32,7 @@ from ebbtide.torch.internals import (
     is_in_backward,
     pause_autocast,
 )
+from ebbtide.torch.pace import Pace
 from ebbtide.torch.record import ACTIVATION_ROLES, Handle, Record
 from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
 from ebbtide.torch.tape import Tape, restore_alias
@@ -43,6 +44,8 @@ log = logging.getLogger("ebbtide")
 MakePlan = Callable[[Workload], tuple[Plan, Traffic | None]]
 FollowShape = Callable[[Workload, torch.Size, torch.Size], tuple[Plan, Traffic | None]]
 """From the workload, the size that it was observed at and the size now."""
+NotePace = Callable[[Workload, Plan, int], tuple[Workload, Plan, Traffic | None]]
+"""From the workload, the plan and the nanoseconds that steps under it took."""
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +112,9 @@ class Runtime:
         """Called after a planned step ran out of memory; returns what to tell the user."""
         self.observed_size: torch.Size | None = None
         """Of the activations that the first block was given in the step that was measured."""
+        self.note_pace: NotePace | None = None
+        """Told what planned steps took; gives the workload, plan and traffic to go on with."""
+        self._pace = None if meter is None else Pace(meter)
         self._num_ooms = 0
         self._is_announced = False
         """The model's own hook has told of this forward."""
@@ -131,6 +137,8 @@ class Runtime:
         with self._lock:
             self._start_measuring()
             self._is_announced = True
+            if self._pace is not None and self.plan is not None:
+                self._pace.start(self.plan)
 
     def end_forward(self, output: Any) -> None:
         """Note what the model's forward returns; only called where times are measured."""
@@ -213,6 +221,8 @@ class Runtime:
         is_turn = is_last and torch.is_grad_enabled() and not is_in_backward()
         if is_turn and self.traffic is not None:
             self._turn(self.traffic, output)
+        if is_turn and self._pace is not None and self.plan is not None:
+            _hook_first(output, _caller_of(self, Runtime._end_step))
         if is_turn and self.stopwatch is not None and self.stopwatch.is_running:
             with self._lock:
                 self.stopwatch.start_turn()
@@ -387,6 +397,11 @@ class Runtime:
             if self.stopwatch is not None and self.stopwatch.start_backward():
                 call_after_backward(_caller_of(self, Runtime._end_backward))
 
+    def _end_step(self) -> None:
+        """Time the step at the end of the backward that has just started."""
+        if self._pace is not None:
+            call_after_backward(self._pace.end)
+
     def _end_first_block(self) -> None:
         with self._lock:
             if self.stopwatch is not None:
@@ -446,9 +461,23 @@ class Runtime:
         if self.traffic is not None and not self.traffic.is_idle:
             return
         self._note_ooms()
+        if self.plan is not None and self._pace is not None and self.note_pace is not None:
+            measured_ns = self._pace.take_ns(self.plan)
+            if measured_ns:
+                workload, plan, traffic = self.note_pace(workload, self.plan, measured_ns)
+                self.workload = workload
+                if plan.decisions == self.plan.decisions:
+                    self._keep_checked(plan)
+                self._take_plan(plan, traffic)
         plan, traffic = self.follow_shape(workload, self.observed_size, size)
         if plan is not self.plan:
             self._take_plan(plan, traffic)
+
+    def _keep_checked(self, plan: Plan) -> None:
+        """Take blocks that were checked under the plan of now as checked under `plan`."""
+        for state in self.blocks:
+            if any(checked is self.plan for checked in state.checked_plans):
+                state.checked_plans.append(plan)
 
     def _take_plan(self, plan: Plan, traffic: Traffic | None) -> None:
         self.plan, self.traffic = plan, traffic

@@ -1,0 +1,52 @@
+"""How long planned steps really take, so that predictions can be corrected.
+
+A step that is measured op by op runs with pauses, on a device that is cooler and faster than in
+steady training, and with nobody else on the link. What counts is a few whole steps under the plan.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Final
+
+from ebbtide.plan import Plan
+from ebbtide.torch.devices.base import AbstractMeter, Mark
+
+# The first step under a plan is checked, and the next one fills the allocator's cache.
+NUM_SKIPPED: Final = 2
+NUM_STEPS: Final = 3
+
+
+class Pace:
+    """Times forward and backward of the first steps under each plan."""
+
+    def __init__(self, meter: AbstractMeter) -> None:
+        self._meter = meter
+        self._plan: Plan | None = None
+        self._start: Mark = None
+        self._spans: list[tuple[Mark, Mark]] = []
+        self._num_started = 0
+
+    def start(self, plan: Plan) -> None:
+        """Note that the model's forward starts, under `plan`."""
+        if plan is not self._plan:
+            self._plan, self._spans, self._num_started = plan, [], 0
+        self._num_started += 1
+        is_wanted = self._num_started > NUM_SKIPPED and len(self._spans) < NUM_STEPS
+        self._start = self._meter.mark() if is_wanted else None
+
+    def end(self) -> None:
+        """Note that the backward pass ended; of a forward that was started since the last one."""
+        if self._start is not None:
+            self._spans.append((self._start, self._meter.mark()))
+            self._start = None
+
+    def take_ns(self, plan: Plan) -> int:
+        """Return the median time under `plan`, once; 0 while there are too few steps.
+
+        Waits for the device.
+        """
+        if plan is not self._plan or len(self._spans) != NUM_STEPS:
+            return 0
+        spans, self._spans = self._spans, [*self._spans, (None, None)]  # taken
+        return int(statistics.median(self._meter.elapsed_ns(a, b) for a, b in spans))

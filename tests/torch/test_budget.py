@@ -1,0 +1,362 @@
+"""`attach(model, budget=...)`: the plan keeps to the budget, and what it predicts comes true."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ebbtide.check import check_plan
+from ebbtide.errors import BudgetError, PlanError, RuntimeStateError
+from ebbtide.machine import Machine
+from ebbtide.plan import Decision
+from ebbtide.torch import Tide, attach
+from ebbtide.torch.budgets import BudgetPlanner, Shape, bucket
+from ebbtide.torch.devices.fake import FakeMeter
+from ebbtide.torch.pace import NUM_SKIPPED, NUM_STEPS
+from tests.torch import models
+from tests.torch.models import Gated, Stack, features
+from tests.torch.test_observe import Allocator
+from tests.torch.training import (
+    Trace,
+    differences,
+    feature_step,
+    language_step,
+    run_step,
+    seeded,
+    sgd,
+    train,
+)
+
+MACHINE = Machine(
+    name="a test",
+    device_bytes=2**40,
+    host_bytes=0,
+    out_bytes_per_s=0,
+    in_bytes_per_s=0,
+    both_bytes_per_s=0,
+    disk_bytes=2**30,
+    disk_write_bytes_per_s=100_000_000,
+    disk_read_bytes_per_s=100_000_000,
+)
+
+# Modules, not the functions that the package gives the same names.
+_attach: Any = import_module("ebbtide.torch.attach")
+_budgets: Any = import_module("ebbtide.torch.budgets")
+
+
+@pytest.fixture(autouse=True)
+def machine_of_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test depend on how fast this machine's disk is."""
+
+    def probe(*_: Any, **__: Any) -> Machine:
+        return MACHINE
+
+    monkeypatch.setattr(_budgets, "probe_machine", probe)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Let torch refuse every kernel whose bits vary."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a training under a budget left."""
+
+    trace: Trace
+    peak_bytes: int
+    """Of the last step, counted."""
+    tide: Tide
+
+
+def run_counted(
+    build: Any,
+    step: Any,
+    budget: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    num_steps: int = 6,
+) -> Run:
+    """Train with a counted allocator, every op taking the same time; the tide is closed."""
+    model = seeded(build)
+    allocator = Allocator(model)
+    meter = FakeMeter(
+        allocated=allocator.allocated_bytes, take_peak=allocator.take_peak_bytes, tick_ns=100_000
+    )
+
+    def meter_of(device: torch.device) -> FakeMeter:
+        del device
+        return meter
+
+    monkeypatch.setattr(_attach, "meter_of", meter_of)
+    trace, optimizer = Trace(), sgd(model)
+    peak_bytes = 0
+    with attach(model, budget=budget, disk=f"{folder}:200MiB", min_bytes=1024) as tide:
+        for index in range(num_steps):
+            torch.manual_seed(1000 + index)
+            with allocator:
+                allocator.take_peak_bytes()
+                loss = step(model, index)
+                peak_bytes = allocator.take_peak_bytes()
+            trace.add(f"{index}: loss", loss)
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    trace.add(f"{index}: gradient of {name}", parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return Run(trace=trace, peak_bytes=peak_bytes, tide=tide)
+
+
+def plain(build: Any, step: Any, *, num_steps: int = 6) -> Trace:
+    """Train without ebbtide, noting the same."""
+    trace = train(seeded(build), step, num_steps=num_steps)
+    kept = {k: v for k, v in trace.tensors.items() if "state" not in k and "buffer" not in k}
+    return Trace(tensors=kept)
+
+
+def smallest_budget(build: Any, step: Any, folder: Path, patch: pytest.MonkeyPatch) -> int:
+    """Return the smallest budget, as the refusal names it, a little up."""
+    with pytest.raises(BudgetError) as refused:
+        run_counted(build, step, 1, folder, patch)
+    words = str(refused.value).split("the smallest that fits is ")[1].split()
+    return int(Fraction(words[0]) * {"KiB": 2**10, "MiB": 2**20}[words[1].rstrip(".")] * 102 // 100)
+
+
+@pytest.mark.parametrize("name", ["llama", "stack"])
+def test_the_peak_of_a_step_is_the_planned_one_and_within_the_budget(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the byte, from the least budget to where everything fits; and no gradient changes."""
+    build, step = {
+        "llama": (lambda: models.llama().to(torch.bfloat16), language_step),
+        "stack": (lambda: Stack(Gated, 6), feature_step),
+    }[name]
+    wanted = plain(build, step)
+    least = smallest_budget(build, step, tmp_path, monkeypatch)
+    plans: set[str] = set()
+    for share in (100, 115, 140):
+        run = run_counted(build, step, least * share // 100, tmp_path, monkeypatch)
+        plan, workload = run.tide.plan, run.tide.workload
+        assert plan is not None and workload is not None
+        assert differences(run.trace, wanted) == []
+        assert run.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+        report = check_plan(plan, workload, MACHINE)
+        assert report.is_sound, report.faults
+        assert report.peak_bytes == plan.peak_bytes
+        if plan.disk_bytes:
+            # A plan that moves nothing leaves whole blocks to torch, which frees each activation
+            # at its last use, before the block's end.
+            assert run.peak_bytes >= 0.97 * plan.peak_bytes
+            assert run.tide.statistics().moved_out_bytes > 0
+        assert run.tide.statistics().num_kept_not_understood == ()
+        plans.add(plan.to_json())
+    assert len(plans) == 3
+
+
+def test_a_budget_that_nothing_keeps_to_is_refused_before_a_planned_step(tmp_path: Path) -> None:
+    model = seeded(models.llama)
+    tide = attach(model, budget="1KiB", disk=f"{tmp_path}:200MiB")
+    language_step(model, 0)
+    language_step(model, 1)
+    with pytest.raises(
+        BudgetError, match=r"the smallest that fits is .*The rest of the step holds"
+    ):
+        language_step(model, 2)
+    assert tide.plan is None
+    model.zero_grad()
+    # The model is as it was, and trains on.
+    assert (
+        differences(train(model, language_step), train(seeded(models.llama), language_step)) == []
+    )
+
+
+def test_where_everything_fits_nothing_is_recorded(tmp_path: Path) -> None:
+    model = seeded(lambda: Stack(Gated, 4))
+    with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB") as tide:
+        got = train(model, feature_step, num_steps=5)
+        tide.reset_statistics()
+        train(model, feature_step, num_steps=1)
+        counts, plan = tide.statistics(), tide.plan
+    assert plan is not None and set(plan.decisions.values()) == {Decision.KEEP}
+    assert counts.moved_out_bytes == counts.num_recomputed_ops == 0
+    assert differences(got, train(seeded(lambda: Stack(Gated, 4)), feature_step, num_steps=5)) == []
+
+
+def varying_step(model: nn.Module, index: int) -> Tensor:
+    """Train on batches of several lengths, some longer than the one that was measured."""
+    tokens = (16, 16, 16, 16, 24, 24, 9, 16, 24)[index]
+    loss = model(features(2, tokens, 32)).square().mean()
+    loss.backward()
+    return loss
+
+
+def test_each_shape_gets_a_plan_without_being_observed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> nn.Module:
+        return Stack(Gated, 4)
+
+    model = seeded(build)
+    trace, optimizer = Trace(), sgd(model)
+    plans: list[str] = []
+    with (
+        caplog.at_level(logging.INFO, logger="ebbtide"),
+        attach(model, budget="auto", disk=f"{tmp_path}:200MiB", min_bytes=1) as tide,
+    ):
+        for index in range(9):
+            run_step(model, varying_step, index, trace, optimizer)
+            plans.append("" if tide.plan is None else str(tide.plan.peak_bytes))
+    assert differences(trace, train(seeded(build), varying_step, num_steps=9)) == []
+    assert plans[:2] == ["", ""]
+    assert plans[3] == plans[7] and plans[4] == plans[5] == plans[8]
+    assert int(plans[6]) < int(plans[3]) < int(plans[4])
+    measured = [r.message for r in caplog.records if r.message.startswith("measured")]
+    assert len(measured) == 1
+
+
+def test_shapes_share_a_bucket_an_eighth_of_an_octave_wide() -> None:
+    assert [bucket(Shape(rows=2, length=n)).length for n in (1, 100, 104, 105, 128, 129, 144)] == [
+        1, 104, 104, 112, 128, 144, 144,
+    ]  # fmt: skip
+
+
+def test_pins_are_kept_to_and_explained(tmp_path: Path) -> None:
+    model = seeded(lambda: Stack(Gated, 4))
+    decide = {"*.gate": "RECOMPUTE", "blocks.0.*": Decision.KEEP}
+    with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB", decide=decide) as tide:
+        with pytest.raises(RuntimeStateError, match="train three steps"):
+            tide.explain("blocks.1.gate")
+        train(model, feature_step, num_steps=3)
+        assert tide.plan is not None and tide.workload is not None
+        pinned = {n: d for n, d in tide.plan.decisions.items() if n.startswith("blocks.0.")}
+        assert set(pinned.values()) <= {Decision.KEEP}
+        names = [a.name for a in tide.workload.blocks[1].activations if a.name.endswith(".gate")]
+        assert names and all(tide.plan.decision(n) is Decision.RECOMPUTE for n in names)
+        text = str(tide.explain(names[0]))
+        assert names[0] in text and "RECOMPUTE" in text
+        with pytest.raises(PlanError, match="no activation 'nonsense'; the nearest are"):
+            tide.explain("nonsense")
+        report = tide.report()
+    assert "predicted: forward and backward" in report and "of a budget of 1.0 GiB" in report
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
+    model = seeded(lambda: Stack(Gated, 4))
+    attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB", decide={"*.nothing": "KEEP"})
+    train(model, feature_step, num_steps=2)
+    with pytest.raises(PlanError, match="matches no activation of Stack"):
+        train(model, feature_step, num_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"plan": "offload", "budget": "1GiB"}, "were both given; a budget makes the plan"),
+        ({"budget": "1 parsec"}, "cannot read '1 parsec' as a budget"),
+        ({"budget": "101%"}, "more than the device has"),
+        ({"plan": "recompute", "decide": {"*": "KEEP"}}, "decide= was given without a budget"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    model = seeded(lambda: Stack(Gated, 4))
+    with pytest.raises(ValueError, match=message):
+        attach(model, **arguments)
+    with attach(model, "recompute"):  # nothing was left behind
+        train(model, feature_step, num_steps=1)
+
+
+def test_an_unknown_planner_lists_the_valid_ones() -> None:
+    with pytest.raises(PlanError, match="unknown planner 'lpp'; valid names, nearest first: lp"):
+        attach(seeded(lambda: Stack(Gated, 4)), budget="1GiB", planner="lpp")
+
+
+def test_the_prediction_is_corrected_by_what_steps_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the measured step each op takes one tick; whole steps have far fewer marks."""
+
+    def build() -> nn.Module:
+        return Stack(Gated, 6)
+
+    before = run_counted(build, feature_step, 2**30, tmp_path, monkeypatch, num_steps=4)
+    num_steps = 3 + NUM_SKIPPED + NUM_STEPS + 1  # the plan is made within the third
+    after = run_counted(build, feature_step, 2**30, tmp_path, monkeypatch, num_steps=num_steps)
+    assert before.tide.plan is not None and after.tide.plan is not None
+    assert before.tide.plan.predicted_step_ns > 1_000_000
+    # Between the two marks of a step lies one tick of the meter.
+    assert after.tide.plan.predicted_step_ns == pytest.approx(100_000, rel=0.02)
+    assert after.tide.plan.decisions == before.tide.plan.decisions
+
+
+def test_after_running_out_of_memory_the_next_plan_takes_less(tmp_path: Path) -> None:
+    planner = BudgetPlanner(
+        "100MiB",
+        device=torch.device("cpu"),
+        host_bytes=None,
+        disk=None,
+        decide=None,
+        min_bytes=1024,
+        planner="greedy",
+    )
+    model = seeded(lambda: Stack(Gated, 4))
+    with attach(model, budget="100MiB", disk=f"{tmp_path}:200MiB") as tide:
+        train(model, feature_step, num_steps=3)
+        assert tide.plan is not None
+        text = planner.shrink(tide.plan, tide.plan.peak_bytes + 2**20)
+    assert "ebbtide predicted a peak of" in text and "The next step is planned for 94.0 MiB" in text
+    assert planner.budget_bytes == 100 * 2**20 - 2**20 - 5 * 2**20
+
+
+class Exhausted(nn.Module):
+    """A block that runs out of memory when it is told to."""
+
+    is_full = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        if Exhausted.is_full:
+            raise torch.OutOfMemoryError("told to run out")
+        return h_BTD + torch.tanh(self.linear(h_BTD))
+
+
+def test_an_out_of_memory_error_says_what_was_predicted_and_plans_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allocated(*_: Any) -> int:
+        return 2**20
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", allocated)
+    model = seeded(lambda: Stack(Exhausted, 4))
+
+    def step(model: nn.Module) -> None:
+        model(features(2, 64, 16)).square().mean().backward()
+
+    with attach(model, budget="10MiB", disk=f"{tmp_path}:200MiB") as tide:
+        for _ in range(4):
+            step(model)
+        before = tide.plan
+        Exhausted.is_full = True
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            step(model)
+        Exhausted.is_full = False
+        assert "ebbtide predicted a peak of" in "".join(caught.value.__notes__)
+        step(model)
+        after = tide.plan
+    assert before is not None and after is not None
+    assert after.budget_bytes < before.budget_bytes
