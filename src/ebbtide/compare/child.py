@@ -36,7 +36,6 @@ from ebbtide.compare.meter import (
     make_meter,
     read_pinned_peak,
 )
-from ebbtide.compare.request import WARM_UP_STEPS
 from ebbtide.compare.results import Row, Status, write_row
 from ebbtide.compare.strategies import Applied, make_strategy
 from ebbtide.compare.task import (
@@ -48,6 +47,9 @@ from ebbtide.compare.task import (
     read_task,
 )
 from ebbtide.compare.workloads import load_model
+from ebbtide.errors import BudgetError
+from ebbtide.plan import Plan
+from ebbtide.units import format_bytes
 
 # Shapes: S steps, W held-out windows, B batch, T tokens.
 
@@ -105,7 +107,7 @@ def run_task(task: Task, say_step: Callable[[int], None], *, is_strict: bool = T
     if device.type == "cuda":
         # What evaluation took and freed must not count as the steps' reserved memory.
         torch.cuda.empty_cache()
-    strategy = make_strategy(task.strategy, host=task.host, disk=task.disk)
+    strategy = make_strategy(task.strategy, host=task.host, disk=task.disk, budget=task.budget)
     with strategy.apply(model, device) as applied:
         bench = Bench(
             task=task,
@@ -116,14 +118,16 @@ def run_task(task: Task, say_step: Callable[[int], None], *, is_strict: bool = T
             applied=applied,
         )
         records: list[StepRecord] = []
+        plan: Plan | None = None
         for step, ids_BT in enumerate(train_SBT, start=1):
             say_step(step)
-            if step == WARM_UP_STEPS + 1:
+            if step == task.num_warm_up_steps + 1:
                 bench.meter.reset()
                 if applied.tide:
+                    plan = applied.tide.plan
                     applied.tide.reset_statistics()
             records.append(take_step(bench, ids_BT.to(device), step))
-        row = summarise_steps(bench, records)
+        row = summarise_steps(bench, records, plan)
     return replace(
         row,
         perplexity_before=perplexity_before,
@@ -179,14 +183,22 @@ def take_step(bench: Bench, ids_BT: torch.Tensor, step: int) -> StepRecord:
     )
 
 
-def summarise_steps(bench: Bench, records: list[StepRecord]) -> Row:
-    """Make the row of a run whose steps are all done."""
-    counted = records[WARM_UP_STEPS:]
+def summarise_steps(bench: Bench, records: list[StepRecord], plan: Plan | None = None) -> Row:
+    """Make the row of a run whose steps are all done.
+
+    Args:
+        bench: The model, with its strategy still in force.
+        records: What each step gave.
+        plan: The plan of ebbtide's that the first counted step ran under.
+    """
+    counted = records[bench.task.num_warm_up_steps :]
     peak = bench.meter.read()
     traffic = _read_traffic(bench, records[0].transfers, num_counted_steps=len(counted))
     agreements = [record.agreement for record in records if record.agreement]
     worst = next((agreement for agreement in agreements if not agreement.is_equal), None)
     notes = [bench.applied.note] if bench.applied.note else []
+    if bench.applied.tide:
+        notes += describe_prediction(plan, bench.applied.tide.plan)
     if worst:
         first_step = 1 + [record.agreement for record in records].index(worst)
         notes.append(f"gradients differ first in step {first_step}, most in {worst.worst}")
@@ -212,6 +224,25 @@ def summarise_steps(bench: Bench, records: list[StepRecord]) -> Row:
         else None,
         note="; ".join(notes),
     )
+
+
+def describe_prediction(first: Plan | None, last: Plan | None) -> list[str]:
+    """Say what a plan for a budget foretold; nothing of a named plan, which foretells nothing.
+
+    Args:
+        first: The plan that the first counted step ran under.
+        last: The plan after the last step: another one if its times were corrected meanwhile.
+    """
+    if first is None or not first.budget_bytes:
+        return []
+    notes = [f"planned for {format_bytes(first.budget_bytes)}: {_write_prediction(first)}"]
+    if last is not None and last is not first:
+        is_same = last.decisions == first.decisions and last.fetch_at == first.fetch_at
+        what = "the same plan" if is_same else "another plan"
+        notes.append(
+            f"corrected by measured steps while counting: {what}, {_write_prediction(last)}"
+        )
+    return notes
 
 
 def make_optimizer(model: torch.nn.Module, kind: Optimizer) -> torch.optim.Optimizer:
@@ -263,6 +294,9 @@ def main(task_path: Path) -> None:
             operator = str(error).split(" ", 1)[0]
             note = f"{operator} gives other bits each time: gradients may differ for that alone"
             row = replace(row, note="; ".join(filter(None, (row.note, note))))
+    except BudgetError as error:
+        # Its message names the smallest budget that would do, so it must not be cut.
+        row = Row(strategy=task.strategy, status=Status.ERROR, note=" ".join(str(error).split()))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -299,9 +333,17 @@ def _read_traffic(bench: Bench, peer: Transfers, *, num_counted_steps: int) -> _
     )
 
 
+def _write_prediction(plan: Plan) -> str:
+    return (
+        f"forward and backward {plan.predicted_step_ns / 1e6:.1f} ms predicted, "
+        f"{plan.bound_step_ns / 1e6:.1f} ms at least under any plan; peak "
+        f"{format_bytes(plan.peak_bytes)} planned"
+    )
+
+
 def _check_gradients(bench: Bench, step: int) -> Agreement | None:
     task = bench.task
-    num_steps = WARM_UP_STEPS + task.num_counted_steps
+    num_steps = task.num_warm_up_steps + task.num_counted_steps
     if task.gradients is None or step not in choose_compared_steps(num_steps, task.num_parameters):
         return None
     if task.is_reference:

@@ -8,8 +8,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ebbtide.compare.names import DEFAULT_STRATEGIES, EBBTIDE_PREFIX, parse_strategies
-from ebbtide.compare.request import CompareRequest, check_request, refuse_budget
+from ebbtide.compare.names import DEFAULT_STRATEGIES, is_ours, parse_strategies
+from ebbtide.compare.request import CompareRequest, check_request
 from ebbtide.compare.results import Comparison, Status
 from ebbtide.errors import ExitCode
 
@@ -37,13 +37,20 @@ def compare(
     batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 1,
     steps: Annotated[
         int | None,
-        typer.Option(help="Counted steps, after 2 warm-up steps. Default: 5 on a GPU, 1 on a CPU."),
+        typer.Option(
+            help="Counted steps, after 2 warm-up steps, or 3 with a budget. Default: 5 on a GPU, "
+            "1 on a CPU."
+        ),
     ] = None,
     strategies: Annotated[
         str, typer.Option(help="Names with commas between; one row each.")
     ] = ",".join(DEFAULT_STRATEGIES),
     budget: Annotated[
-        str | None, typer.Option(help="Not part of this version: name plans instead.")
+        str | None,
+        typer.Option(
+            help="Adds the strategy ebbtide: the fastest plan within this much device memory, "
+            "such as 40GiB, 50% or auto."
+        ),
     ] = None,
     host: Annotated[
         str | None,
@@ -80,7 +87,6 @@ def compare(
     of ebbtide failed or gave other gradients.
     """
     try:
-        refuse_budget(budget)
         if out is not None and out.exists() and not out.is_dir():
             raise ValueError(f"--out {out}: it is a file; give a folder")
         request = CompareRequest(
@@ -89,12 +95,13 @@ def compare(
             context=context,
             batch=batch,
             steps=steps,
-            strategies=parse_strategies(strategies),
+            strategies=parse_strategies(strategies, has_budget=budget is not None),
             host=host,
             disk=disk,
             text=text,
             device=device,
             seed=seed,
+            budget=budget,
         )
         check_request(request)
     except ValueError as error:
@@ -104,7 +111,7 @@ def compare(
 
 def has_failed(comparison: Comparison) -> bool:
     """Whether the run as a whole failed; a peer's failure is only a row."""
-    ours = [row for row in comparison.rows if row.strategy.startswith(EBBTIDE_PREFIX)]
+    ours = [row for row in comparison.rows if is_ours(row.strategy)]
     return all(row.status is not Status.OK for row in comparison.rows) or any(
         row.status is Status.ERROR or row.grad_equal is False for row in ours
     )

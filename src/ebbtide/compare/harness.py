@@ -19,7 +19,6 @@ from pathlib import Path
 import ebbtide
 from ebbtide.compare.names import REFERENCE_STRATEGIES, order_runs
 from ebbtide.compare.prepare import Setup
-from ebbtide.compare.request import WARM_UP_STEPS
 from ebbtide.compare.results import Comparison, Row, Status, read_row
 from ebbtide.compare.strategies import make_strategy
 from ebbtide.compare.task import PROGRESS_PREFIX, Task, write_task
@@ -71,8 +70,9 @@ def run_comparison(setup: Setup, observer: AbstractObserver) -> Comparison:
 def _run_strategy(
     setup: Setup, strategy: str, *, reference: str | None, observer: AbstractObserver
 ) -> Row:
-    chosen = make_strategy(strategy, host=setup.request.host, disk=setup.disk)
-    observer.start_strategy(strategy, WARM_UP_STEPS + setup.facts.steps)
+    budget = setup.request.budget
+    chosen = make_strategy(strategy, host=setup.request.host, disk=setup.disk, budget=budget)
+    observer.start_strategy(strategy, setup.facts.warm_up_steps + setup.facts.steps)
     refusal = chosen.find_refusal(setup.device)
     if refusal:
         row = Row(strategy=strategy, status=refusal.status, note=refusal.reason)
@@ -86,12 +86,14 @@ def _run_strategy(
         context=setup.facts.context,
         batch=setup.facts.batch,
         num_counted_steps=setup.facts.steps,
+        num_warm_up_steps=setup.facts.warm_up_steps,
         dtype=setup.facts.dtype,
         device=str(setup.device),
         seed=setup.facts.seed,
         optimizer=setup.optimizer,
         host=setup.request.host,
         disk=setup.disk,
+        budget=budget,
         tokens=str(setup.tokens),
         gradients=str(setup.folder / f"gradients-{reference}") if reference else None,
         is_reference=reference == strategy,

@@ -7,6 +7,8 @@ from ebbtide.naming import unknown_name_message
 from ebbtide.planner import NAMED_PLANS, parse_plan_name
 
 EBBTIDE_PREFIX = "ebbtide:"
+# The plan that the planner makes for `--budget`; it is called by no plan's name.
+BUDGET_STRATEGY = "ebbtide"
 PEERS = ("keep", "checkpoint", "checkpoint-offload", "save-on-cpu", "trl")
 
 DEFAULT_STRATEGIES = (
@@ -22,13 +24,20 @@ DEFAULT_STRATEGIES = (
 REFERENCE_STRATEGIES = ("keep", "checkpoint")
 
 
-def parse_strategies(listed: str) -> tuple[str, ...]:
+def is_ours(name: str) -> bool:
+    """Whether a strategy is one of ebbtide's own plans."""
+    return name == BUDGET_STRATEGY or name.startswith(EBBTIDE_PREFIX)
+
+
+def parse_strategies(listed: str, *, has_budget: bool = False) -> tuple[str, ...]:
     """Return the canonical names in a comma-separated list, in its order.
 
-    A plan's name works without `ebbtide:`, but for `keep`, which is the peer.
+    A plan's name works without `ebbtide:`, but for `keep`, which is the peer. With a budget,
+    `ebbtide` is the last one where the list does not name it.
 
     Raises:
-        ValueError: The list is empty, or a name is unknown or given twice.
+        ValueError: The list is empty, a name is unknown or given twice, or `ebbtide` has no
+            budget.
     """
     names = tuple(_parse_name(part.strip()) for part in listed.split(",") if part.strip())
     if not names:
@@ -39,7 +48,12 @@ def parse_strategies(listed: str) -> tuple[str, ...]:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
         raise ValueError(f"--strategies names {twice} twice; each strategy makes one row")
-    return names
+    if BUDGET_STRATEGY in names and not has_budget:
+        raise ValueError(
+            f"--strategies names {BUDGET_STRATEGY}, which is the plan for a budget; give one, "
+            f"such as --budget 40GiB, or name a plan, such as {EBBTIDE_PREFIX}balanced"
+        )
+    return (*names, BUDGET_STRATEGY) if has_budget and BUDGET_STRATEGY not in names else names
 
 
 def order_runs(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -49,7 +63,7 @@ def order_runs(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _parse_name(name: str) -> str:
-    if name in PEERS:
+    if name in PEERS or name == BUDGET_STRATEGY:
         return name
     try:
         parse_plan_name(name.removeprefix(EBBTIDE_PREFIX))
@@ -57,6 +71,6 @@ def _parse_name(name: str) -> str:
         family = name.removeprefix(EBBTIDE_PREFIX).partition(":")[0]
         if f"{family}:K" in NAMED_PLANS:
             raise ValueError(f"--strategies {name}: {error}") from error
-        valid = (*PEERS, *(EBBTIDE_PREFIX + plan for plan in NAMED_PLANS))
+        valid = (*PEERS, BUDGET_STRATEGY, *(EBBTIDE_PREFIX + plan for plan in NAMED_PLANS))
         raise ValueError(unknown_name_message("strategy", name, valid)) from error
     return EBBTIDE_PREFIX + name.removeprefix(EBBTIDE_PREFIX)

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from ebbtide.compare.gradients import LARGE_MODEL_PARAMETERS
 from ebbtide.compare.meter import describe_memory
-from ebbtide.compare.request import WARM_UP_STEPS, CompareRequest, write_command
+from ebbtide.compare.request import CompareRequest, write_command
 from ebbtide.compare.results import Facts
 from ebbtide.compare.task import Optimizer, describe_optimizer
 from ebbtide.compare.texts import cut_windows, read_text
@@ -106,7 +106,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
         text.content,
         encoder.encode,
         context=context,
-        num_train=request.batch * (WARM_UP_STEPS + num_counted_steps),
+        num_train=request.batch * (request.num_warm_up_steps + num_counted_steps),
         num_held_out=defaults.num_held_out,
     )
     tokens = folder / "tokens.safetensors"
@@ -141,7 +141,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
             ),
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             steps=num_counted_steps,
-            warm_up_steps=WARM_UP_STEPS,
+            warm_up_steps=request.num_warm_up_steps,
             optimizer=describe_optimizer(optimizer),
             seed=request.seed,
             text=text.name,

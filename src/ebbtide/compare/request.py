@@ -6,11 +6,17 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from ebbtide.budget import parse_budget
 from ebbtide.units import parse_bytes, parse_path_and_cap
 
 # The first step under one of ebbtide's plans observes and the second is checked bit for bit.
 # Every strategy takes the same number of optimizer steps, so all of them warm up for two.
 WARM_UP_STEPS = 2
+# With a budget the second step is measured, and the third is the first under the plan.
+BUDGET_WARM_UP_STEPS = 3
+
+# No device has more; only whether a budget can be read is checked before the device is known.
+MAX_DEVICE_BYTES = 2**50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,20 +45,13 @@ class CompareRequest:
     """`cpu`, `cuda` or `cuda:N`; `None` for a GPU where there is one."""
     seed: int
     """Seed of random weights and of dropout."""
+    budget: str | None = None
+    """Most device memory for the strategy `ebbtide`; `None` without that strategy."""
 
-
-def refuse_budget(budget: str | None) -> None:
-    """Refuse a budget, which nothing here could honour.
-
-    Raises:
-        ValueError: A budget was given.
-    """
-    if budget is not None:
-        raise ValueError(
-            f"--budget {budget}: the planner that turns a budget into a plan is not part of this "
-            "version; leave --budget out and compare named plans, such as "
-            "--strategies keep,ebbtide:balanced"
-        )
+    @property
+    def num_warm_up_steps(self) -> int:
+        """Optimizer steps before the counted ones; the same for every strategy."""
+        return WARM_UP_STEPS if self.budget is None else BUDGET_WARM_UP_STEPS
 
 
 def check_request(request: CompareRequest) -> None:
@@ -66,6 +65,8 @@ def check_request(request: CompareRequest) -> None:
     _check_at_least("--batch", request.batch, 1)
     _check_at_least("--steps", request.steps, 1)
     _check_at_least("--seed", request.seed, 0)
+    if request.budget is not None:
+        _check_budget(request.budget)
     if request.host is not None:
         _check_size("--host", request.host)
     if request.disk is not None:
@@ -80,6 +81,7 @@ def write_command(request: CompareRequest, *, context: int, steps: int, device: 
     arguments += [] if request.layers is None else ["--layers", str(request.layers)]
     arguments += ["--context", str(context), "--batch", str(request.batch)]
     arguments += ["--steps", str(steps), "--strategies", ",".join(request.strategies)]
+    arguments += [] if request.budget is None else ["--budget", request.budget]
     arguments += [] if request.host is None else ["--host", request.host]
     arguments += [] if request.disk is None else ["--disk", request.disk]
     arguments += [] if request.text is None else ["--text", str(request.text)]
@@ -89,6 +91,13 @@ def write_command(request: CompareRequest, *, context: int, steps: int, device: 
 def _check_at_least(option: str, given: int | None, least: int) -> None:
     if given is not None and given < least:
         raise ValueError(f"{option} {given}: it must be {least} or more; give a larger number")
+
+
+def _check_budget(given: str) -> None:
+    try:
+        parse_budget(given, MAX_DEVICE_BYTES)
+    except ValueError as error:
+        raise ValueError(f"--budget {given}: {error}") from error
 
 
 def _check_size(option: str, given: str) -> None:

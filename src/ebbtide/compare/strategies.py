@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ebbtide.compare.names import EBBTIDE_PREFIX
+from ebbtide.compare.names import BUDGET_STRATEGY, EBBTIDE_PREFIX
 from ebbtide.compare.results import Status
 from ebbtide.torch import Tide, attach
 
@@ -172,14 +172,43 @@ class EbbtidePlan(AbstractStrategy):
             yield Applied(tide=tide)
 
 
-def make_strategy(name: str, *, host: str | None, disk: str | None) -> AbstractStrategy:
+@final
+class EbbtideBudget(AbstractStrategy):
+    """The fastest plan that ebbtide finds within a budget of device memory."""
+
+    def __init__(self, budget: str, *, host: str | None, disk: str | None) -> None:
+        """Take the `budget`, `host` and `disk` that `ebbtide.torch.attach` takes."""
+        self._budget = budget
+        self._host = host
+        self._disk = disk
+
+    def find_refusal(self, device: torch.device) -> Refusal | None:
+        return None
+
+    @contextmanager
+    def apply(self, model: PreTrainedModel, device: torch.device) -> Generator[Applied]:
+        with attach(model, budget=self._budget, host=self._host, disk=self._disk) as tide:
+            yield Applied(tide=tide)
+
+
+def make_strategy(
+    name: str, *, host: str | None, disk: str | None, budget: str | None = None
+) -> AbstractStrategy:
     """Return the strategy called `name`, as `names.parse_strategies` returned it.
 
     Args:
         name: A canonical name.
         host: Most host memory that ebbtide's plans may take, or `None` for its default.
         disk: `PATH:CAP` for ebbtide's plans, or `None` for no disk.
+        budget: Most device memory; only the strategy `ebbtide` takes it, and it needs one.
+
+    Raises:
+        ValueError: The strategy `ebbtide` was given no budget.
     """
+    if name == BUDGET_STRATEGY:
+        if budget is None:
+            raise ValueError(f"the strategy {name} needs a budget, such as 40GiB")
+        return EbbtideBudget(budget, host=host, disk=disk)
     peers: dict[str, Callable[[], AbstractStrategy]] = {
         "keep": Keep,
         "checkpoint": Checkpoint,

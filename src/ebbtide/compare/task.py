@@ -56,6 +56,8 @@ class Task:
     """Sequences in a step."""
     num_counted_steps: int
     """Steps after warm-up."""
+    num_warm_up_steps: int
+    """Steps before the counted ones."""
     dtype: str
     """Name of the torch type of the model."""
     device: str
@@ -68,6 +70,8 @@ class Task:
     """Most host memory for ebbtide's plans."""
     disk: str | None
     """`PATH:CAP` for ebbtide's plans."""
+    budget: str | None
+    """Most device memory for the strategy `ebbtide`."""
     tokens: str
     """Safetensors file with the windows `train` and `held_out`."""
     gradients: str | None

@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ebbtide.torch.runtime import BlockState, Runtime
+from ebbtide.torch.forward import BlockState
+from ebbtide.torch.runtime import Runtime
 
 
 class _Hook:

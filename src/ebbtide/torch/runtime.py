@@ -14,8 +14,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +21,17 @@ from torch import Tensor, nn
 
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
-from ebbtide.torch.devices.base import AbstractMeter, Place
+from ebbtide.torch.devices.base import AbstractMeter
+from ebbtide.torch.forward import (
+    BlockState,
+    Forward,
+    Policy,
+    differentiable_storages,
+    first_floating,
+    observed_block,
+    storages_of,
+    tensors_in,
+)
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import (
     call_after_backward,
@@ -33,11 +41,11 @@ from ebbtide.torch.internals import (
     pause_autocast,
 )
 from ebbtide.torch.pace import Pace
-from ebbtide.torch.record import ACTIVATION_ROLES, Handle, Record
+from ebbtide.torch.record import Handle, Record
 from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.traffic import Traffic
-from ebbtide.workload import Activation, Block, Workload
+from ebbtide.workload import Block, Workload
 
 log = logging.getLogger("ebbtide")
 
@@ -46,27 +54,6 @@ FollowShape = Callable[[Workload, torch.Size, torch.Size], tuple[Plan, Traffic |
 """From the workload, the size that it was observed at and the size now."""
 NotePace = Callable[[Workload, Plan, int], tuple[Workload, Plan, Traffic | None]]
 """From the workload, the plan and the nanoseconds that steps under it took."""
-
-
-@dataclass(slots=True, eq=False)
-class BlockState:
-    """What the runtime knows of one block."""
-
-    index: int
-    path: str
-    module: weakref.ref[nn.Module]
-    observed: Block | None = None
-    checked_plans: list[Plan | None] = field(default_factory=list[Plan | None])
-    """Plans under which a forward was checked; None for the frugal decisions."""
-    is_left_alone: bool = False
-    """It cannot run under hooks."""
-    names: list[tuple[Any, str, str]] = field(default_factory=list[tuple[Any, str, str]])
-    """The calls of the last forward: operator, name without and with its number."""
-    is_input_written: bool = False
-    """The model writes to the block's input after the block, as in `h += block(h)`. That is
-    legal where no operator saves it; recipes that start from it then need a copy."""
-    unsafe: set[str] = field(default_factory=set[str])
-    """Activations that did not come back equal; kept from then on."""
 
 
 class Runtime:
@@ -145,7 +132,7 @@ class Runtime:
         self._is_announced = False
         if self.stopwatch is not None and torch.is_grad_enabled() and not is_in_backward():
             with self._lock:
-                self.stopwatch.end_forward(_tensors_in(output))
+                self.stopwatch.end_forward(tensors_in(output))
 
     def enter(self, state: BlockState, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Start to record a block's forward."""
@@ -157,7 +144,7 @@ class Runtime:
             self._abandon(self._forward)
         if state.is_left_alone:
             return
-        stream = _first_floating(args, kwargs)
+        stream = first_floating(args, kwargs)
         if stream is None:
             return
         with self._lock:
@@ -176,7 +163,7 @@ class Runtime:
                 return
             is_checked = all(plan is not self.plan for plan in state.checked_plans)
             record = Record(state.path, self.traffic, is_checked=is_checked)
-            policy = _Policy(self, state)
+            policy = Policy(self.plan, self.traffic, self.ledger, state.unsafe)
             timing = None
             if self.stopwatch is not None and not is_in_backward():
                 timing = self.stopwatch.start_block(state.index, record, module)
@@ -184,13 +171,13 @@ class Runtime:
                     self.observed_size = stream.shape
                 if timing is not None and state.index == 0 and stream.requires_grad:
                     stream.register_hook(_caller_of(self, Runtime._end_first_block))
-            forward = _Forward(state, record, policy, timing)
+            forward = Forward(state, record, policy, timing)
             tape = Tape(
                 record,
                 policy,
                 device=stream.device,
                 parameters=self._parameter_storages(state, module),
-                inputs=_differentiable_storages(args, kwargs),
+                inputs=differentiable_storages(args, kwargs),
                 stream=storage_key(stream) if type(stream) is Tensor else 0,
                 scope=forward.scope,
                 names=state.names,
@@ -260,7 +247,7 @@ class Runtime:
             "step again, or name the other blocks: attach(model, blocks=[...])."
         )
 
-    def _abandon(self, forward: _Forward) -> None:
+    def _abandon(self, forward: Forward) -> None:
         self._local.forward = None
         forward.stack.close()
         with self._lock, torch.no_grad():
@@ -283,19 +270,19 @@ class Runtime:
             assert tape is not None, "bug in ebbtide"
             forward.tape = None  # a cycle would hold the record until the garbage collector runs
             if state.observed is None and not has_failed:
-                state.observed = _observed_block(state, record)
+                state.observed = observed_block(state, record)
                 self._watched += [(state, *held) for held in tape.held_inputs]
             self._seal(state, forward, has_failed=has_failed)
             if tape.is_checked and not has_failed:
                 self._check(state, record, tape)
             tape.forget()
 
-    def _seal(self, state: BlockState, forward: _Forward, *, has_failed: bool) -> None:
+    def _seal(self, state: BlockState, forward: Forward, *, has_failed: bool) -> None:
         record, timing, stopwatch = forward.record, forward.timing, self.stopwatch
         if timing is None or stopwatch is None:
             record.seal()
             return
-        block = _observed_block(state, record)
+        block = observed_block(state, record)
         record.seal()
         if has_failed:
             stopwatch.abort()
@@ -308,7 +295,7 @@ class Runtime:
         if forward is not None and forward.state is state:
             forward.path.append((path, is_leaf))
             if forward.tape is not None:
-                forward.tape.add_parameters(_storages_of(module, recurse=False))
+                forward.tape.add_parameters(storages_of(module, recurse=False))
 
     def step_out(self, state: BlockState) -> None:
         """Note that a module of a block ends."""
@@ -432,7 +419,7 @@ class Runtime:
         return self._model()
 
     @property
-    def _forward(self) -> _Forward | None:
+    def _forward(self) -> Forward | None:
         return getattr(self._local, "forward", None)
 
     def _note_writes(self) -> None:
@@ -535,61 +522,8 @@ class Runtime:
     def _parameter_storages(self, state: BlockState, block: nn.Module) -> dict[int, Tensor]:
         if state.index == 0 or not self._model_storages:
             model = self._model()
-            self._model_storages = {} if model is None else _storages_of(model)
-        return self._model_storages | _storages_of(block)
-
-
-class _Forward:
-    """The forward of one block that is being recorded in this thread."""
-
-    def __init__(
-        self, state: BlockState, record: Record, policy: _Policy, timing: BlockTiming | None
-    ) -> None:
-        self.state = state
-        self.timing = timing
-        self.record = record
-        self.policy = policy
-        self.tape: Tape | None = None
-        self.stack = ExitStack()
-        self.path: list[tuple[str, bool]] = [(state.path, False)]
-
-    def scope(self) -> tuple[str, bool]:
-        return self.path[-1]
-
-
-class _Policy:
-    """Decides for the storages of one block, by the plan or frugally while observing."""
-
-    def __init__(self, runtime: Runtime, state: BlockState) -> None:
-        self._plan = runtime.plan
-        self._traffic = runtime.traffic
-        self._ledger = runtime.ledger
-        self._unsafe = state.unsafe
-
-    def decide(
-        self, name: str, *, is_replayable: bool, num_bytes: int
-    ) -> tuple[Decision, Place | None]:
-        otherwise = Decision.RECOMPUTE if is_replayable else Decision.KEEP
-        if name in self._unsafe:
-            return Decision.KEEP, None
-        decision = None if self._plan is None else self._plan.decision(name)
-        if decision is None or decision is Decision.RECOMPUTE:
-            return otherwise, None
-        if decision is Decision.KEEP or num_bytes == 0:
-            return Decision.KEEP, None
-        assert self._traffic is not None, "bug in ebbtide"
-        place = self._traffic.tiers.take(decision, num_bytes)
-        if place is None:  # design rule 7: never a new pinned region in mid-step
-            self._ledger.count_kept_not_understood(f"no room left in the {decision.value} tier")
-            return otherwise, None
-        return decision, place
-
-    def reach(self, group: str) -> None:
-        if self._traffic is not None:
-            self._traffic.reach_call(group)
-
-    def keep_unknown(self, reason: str) -> None:
-        self._ledger.count_kept_not_understood(reason)
+            self._model_storages = {} if model is None else storages_of(model)
+        return self._model_storages | storages_of(block)
 
 
 def _caller_of(runtime: Runtime, method: Callable[[Runtime], None]) -> Callable[..., None]:
@@ -606,63 +540,6 @@ def _caller_of(runtime: Runtime, method: Callable[[Runtime], None]) -> Callable[
 
 def _hook_first(output: Any, hook: Callable[[Tensor], None]) -> None:
     """Call `hook` when backward comes to the first tensor of a block's output."""
-    for tensor in _tensors_in(output)[:1]:
+    for tensor in tensors_in(output)[:1]:
         if tensor.requires_grad and not tensor.is_leaf:
             tensor.register_hook(hook)
-
-
-def _observed_block(state: BlockState, record: Record) -> Block:
-    """Describe a record that is not sealed yet, made under frugal decisions."""
-    every = [record.node(i) for i in range(len(record.nodes))]
-    nodes = [n for n in every if n.role in ACTIVATION_ROLES]
-    names = {n.index: n.name for n in nodes}
-    module = state.module()
-    activations: list[Activation] = []
-    for node in nodes:
-        call = None if node.call < 0 else record.calls[node.call]
-        activations.append(
-            Activation(
-                name=node.name,
-                op=node.op,
-                kind=node.kind,
-                num_bytes=node.num_bytes,
-                inputs=() if call is None else tuple(names[i] for i in call.inputs if i in names),
-                is_saved=node.num_packs > 0,
-                is_replayable=node.decision is Decision.RECOMPUTE,
-                group=node.group,
-            )
-        )
-    return Block(name=state.path, class_name=type(module).__name__, activations=tuple(activations))
-
-
-def _storages_of(module: nn.Module, *, recurse: bool = True) -> dict[int, Tensor]:
-    return {
-        storage_key(t): t
-        for t in (*module.parameters(recurse), *module.buffers(recurse))
-        if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
-    }
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [t for v in value for t in _tensors_in(v)]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors_in(v)]
-    return []
-
-
-def _differentiable_storages(args: Any, kwargs: Any) -> frozenset[int]:
-    found = (*_tensors_in(args), *_tensors_in(kwargs))
-    return frozenset(
-        storage_key(t)
-        for t in found
-        if t.requires_grad and type(t) is Tensor and t.layout is torch.strided
-    )
-
-
-def _first_floating(args: Any, kwargs: Any) -> Tensor | None:
-    """Return the first floating-point tensor that the block is given."""
-    found = (*_tensors_in(args), *_tensors_in(kwargs))
-    return next((t for t in found if t.is_floating_point()), None)

@@ -1,0 +1,157 @@
+"""One block's forward while it is recorded: its state, who decides, and what was observed."""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide.block import Activation, Block
+from ebbtide.memory.ledger import Ledger
+from ebbtide.plan import Decision, Plan
+from ebbtide.torch.devices.base import Place
+from ebbtide.torch.identity import storage_key
+from ebbtide.torch.record import ACTIVATION_ROLES, Record
+from ebbtide.torch.stopwatch import BlockTiming
+from ebbtide.torch.tape import Tape
+from ebbtide.torch.traffic import Traffic
+
+
+@dataclass(slots=True, eq=False)
+class BlockState:
+    """What the runtime knows of one block."""
+
+    index: int
+    path: str
+    module: weakref.ref[nn.Module]
+    observed: Block | None = None
+    checked_plans: list[Plan | None] = field(default_factory=list[Plan | None])
+    """Plans under which a forward was checked; None for the frugal decisions."""
+    is_left_alone: bool = False
+    """It cannot run under hooks."""
+    names: list[tuple[Any, str, str]] = field(default_factory=list[tuple[Any, str, str]])
+    """The calls of the last forward: operator, name without and with its number."""
+    is_input_written: bool = False
+    """The model writes to the block's input after the block, as in `h += block(h)`. That is
+    legal where no operator saves it; recipes that start from it then need a copy."""
+    unsafe: set[str] = field(default_factory=set[str])
+    """Activations that did not come back equal; kept from then on."""
+
+
+class Forward:
+    """The forward of one block that is being recorded in this thread."""
+
+    def __init__(
+        self, state: BlockState, record: Record, policy: Policy, timing: BlockTiming | None
+    ) -> None:
+        self.state = state
+        self.timing = timing
+        self.record = record
+        self.policy = policy
+        self.tape: Tape | None = None
+        self.stack = ExitStack()
+        self.path: list[tuple[str, bool]] = [(state.path, False)]
+
+    def scope(self) -> tuple[str, bool]:
+        return self.path[-1]
+
+
+class Policy:
+    """Decides for the storages of one block, by the plan or frugally while observing."""
+
+    def __init__(
+        self, plan: Plan | None, traffic: Traffic | None, ledger: Ledger, unsafe: set[str]
+    ) -> None:
+        self._plan = plan
+        self._traffic = traffic
+        self._ledger = ledger
+        self._unsafe = unsafe
+
+    def decide(
+        self, name: str, *, is_replayable: bool, num_bytes: int
+    ) -> tuple[Decision, Place | None]:
+        otherwise = Decision.RECOMPUTE if is_replayable else Decision.KEEP
+        if name in self._unsafe:
+            return Decision.KEEP, None
+        decision = None if self._plan is None else self._plan.decision(name)
+        if decision is None or decision is Decision.RECOMPUTE:
+            return otherwise, None
+        if decision is Decision.KEEP or num_bytes == 0:
+            return Decision.KEEP, None
+        assert self._traffic is not None, "bug in ebbtide"
+        place = self._traffic.tiers.take(decision, num_bytes)
+        if place is None:  # design rule 7: never a new pinned region in mid-step
+            self._ledger.count_kept_not_understood(f"no room left in the {decision.value} tier")
+            return otherwise, None
+        return decision, place
+
+    def reach(self, group: str) -> None:
+        if self._traffic is not None:
+            self._traffic.reach_call(group)
+
+    def keep_unknown(self, reason: str) -> None:
+        self._ledger.count_kept_not_understood(reason)
+
+
+def observed_block(state: BlockState, record: Record) -> Block:
+    """Describe a record that is not sealed yet, made under frugal decisions."""
+    every = [record.node(i) for i in range(len(record.nodes))]
+    nodes = [n for n in every if n.role in ACTIVATION_ROLES]
+    names = {n.index: n.name for n in nodes}
+    module = state.module()
+    activations: list[Activation] = []
+    for node in nodes:
+        call = None if node.call < 0 else record.calls[node.call]
+        activations.append(
+            Activation(
+                name=node.name,
+                op=node.op,
+                kind=node.kind,
+                num_bytes=node.num_bytes,
+                inputs=() if call is None else tuple(names[i] for i in call.inputs if i in names),
+                is_saved=node.num_packs > 0,
+                is_replayable=node.decision is Decision.RECOMPUTE,
+                group=node.group,
+            )
+        )
+    return Block(name=state.path, class_name=type(module).__name__, activations=tuple(activations))
+
+
+def storages_of(module: nn.Module, *, recurse: bool = True) -> dict[int, Tensor]:
+    """Return the plain parameters and buffers of a module, by storage."""
+    return {
+        storage_key(t): t
+        for t in (*module.parameters(recurse), *module.buffers(recurse))
+        if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
+    }
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in tensors_in(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors_in(v)]
+    return []
+
+
+def differentiable_storages(args: Any, kwargs: Any) -> frozenset[int]:
+    """Return the storages of what a block is given that needs gradients."""
+    found = (*tensors_in(args), *tensors_in(kwargs))
+    return frozenset(
+        storage_key(t)
+        for t in found
+        if t.requires_grad and type(t) is Tensor and t.layout is torch.strided
+    )
+
+
+def first_floating(args: Any, kwargs: Any) -> Tensor | None:
+    """Return the first floating-point tensor that the block is given."""
+    found = (*tensors_in(args), *tensors_in(kwargs))
+    return next((t for t in found if t.is_floating_point()), None)
