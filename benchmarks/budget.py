@@ -32,7 +32,7 @@ PROMISES = {
     "peak / budget": 1.0,
     "step / bound": 1.10,
     "step / best pure strategy that fits": 1.0,
-    "|predicted - step| / step": 0.05,
+    "error of the prediction / step": 0.05,
 }
 HALF_PROMISE = 1.03
 
@@ -133,7 +133,8 @@ def _line(row: dict[str, Any] | None) -> str:
     if row.get("status") != "ok":
         return f"{name:16}{row.get('budget_gib', 0):11.2f}  {row.get('status')}"
     cells = [f"{row[key]:11.2f}" if row.get(key) else f"{'-':>11}" for key in keys]
-    return f"{name:16}" + "".join(cells) + f"{row.get('grad_equal')!s:>11}"
+    equal = {True: "equal", False: "differ", None: "-"}[row.get("grad_equal")]
+    return f"{name:16}" + "".join(cells) + f"{equal:>11}"
 
 
 def _promises(rows: list[dict[str, Any]]) -> list[str]:
@@ -147,7 +148,7 @@ def _promises(rows: list[dict[str, Any]]) -> list[str]:
         found["peak / budget"].append(row["peak_gib"] / budget)
         if row.get("bound_ms"):
             found["step / bound"].append(step / row["bound_ms"])
-            found["|predicted - step| / step"].append(abs(row["predicted_ms"] / step - 1))
+            found["error of the prediction / step"].append(abs(row["predicted_ms"] / step - 1))
         if fitting:
             found["step / best pure strategy that fits"].append(step / min(fitting))
     lines = [

@@ -1,7 +1,7 @@
 """Train GPT-2 on a text of your own, with ebbtide's two lines in an ordinary loop.
 
-    python examples/train_gpt2.py --tiny                  # a small model, seconds on a CPU
-    python examples/train_gpt2.py --text book.txt         # 124M parameters, 8192 tokens, a GPU
+    python examples/train_gpt2.py --tiny --budget 8MiB    # a small model, seconds on a CPU
+    python examples/train_gpt2.py --budget 8GiB           # 124M parameters, 8192 tokens, a GPU
 
 Random weights, and bytes as tokens, so that nothing has to be downloaded.
 """
@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="4 layers, width 64, 256 tokens")
     parser.add_argument("--text", type=Path, default=Path(__file__), help="default: this file")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--budget", default="40GiB", help="most device memory of a step")
     options = parser.parse_args()
     shape = {"n_embd": 64, "n_layer": 4, "n_head": 4} if options.tiny else {}
     num_tokens = 256 if options.tiny else 8192
@@ -38,7 +39,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     text = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8).long()
 
-    tide = attach(model, "balanced", disk=disk)
+    tide = attach(model, budget=options.budget, disk=disk)
     for step in range(options.steps):
         start = torch.randint(0, max(1, len(text) - num_tokens), ())
         ids = text[start : start + num_tokens].unsqueeze(0).to(device)

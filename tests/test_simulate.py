@@ -55,9 +55,7 @@ def a_block(name: str, x_bytes: int, h_bytes: int) -> Block:
         name=name,
         class_name="Layer",
         activations=(made(x, x_bytes), made(h, h_bytes, x)),
-        backward=tuple(
-            BackwardEvent(uses=(use,), compute_ns=10, held_bytes=0) for use in (h, x)
-        ),
+        backward=tuple(BackwardEvent(uses=(use,), compute_ns=10, held_bytes=0) for use in (h, x)),
     )
 
 
@@ -128,7 +126,7 @@ def test_without_copies_there_is_compute_alone() -> None:
 
 
 def test_copies_that_have_time_overlap_with_compute() -> None:
-    moments = {
+    moments: dict[str, Any] = {
         "release_at": {"a.x": "b.x", "a.h": TURN_END},
         "fetch_at": {"a.x": TURN_END, "a.h": TURN_END},
     }
@@ -200,7 +198,7 @@ def test_a_fetch_waits_for_its_own_eviction() -> None:
 
 def test_the_disk_is_a_lane_of_its_own() -> None:
     decisions = {**EVICT_A, "a.h": DISK}
-    moments = {
+    moments: dict[str, Any] = {
         "release_at": {"a.x": "b.x", "a.h": TURN_END},
         "fetch_at": {"a.x": TURN_END, "a.h": TURN_END},
     }
@@ -248,7 +246,11 @@ def test_the_rest_of_a_block_does_not_delay_its_copies() -> None:
     timeline = run(
         EVICT_A, replace(workload, blocks=(first, workload.blocks[1])), release_at={"a.x": "b.x"}
     )
-    assert lane(timeline, Lane.COMPUTE)[:3] == [("a.h", 0, 10), ("forward", 10, 15), ("b.h", 15, 25)]
+    assert lane(timeline, Lane.COMPUTE)[:3] == [
+        ("a.h", 0, 10),
+        ("forward", 10, 15),
+        ("b.h", 15, 25),
+    ]
     assert lane(timeline, Lane.COPY_OUT) == [("a.x", 0, 10), ("a.h", 10, 30)]
 
 
@@ -288,7 +290,7 @@ def test_what_nobody_needs_comes_back_only_if_the_plan_says_so() -> None:
 def test_a_plan_for_another_workload_is_refused() -> None:
     workload = two_blocks()
     plan = replace(a_plan(workload, KEPT), fingerprint="0" * 16)
-    with pytest.raises(PlanError, match="plan 'mine' is for Model .fingerprint 0000000000000000."):
+    with pytest.raises(PlanError, match=r"plan 'mine' is for Model \(fingerprint 0{16}\)"):
         simulate(plan, workload, MACHINE)
 
 

@@ -8,10 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ebbtide.compare.child import is_out_of_memory, main, measure_perplexity, run_task
+from ebbtide.compare.child import (
+    describe_prediction,
+    is_out_of_memory,
+    main,
+    measure_perplexity,
+    run_task,
+)
 from ebbtide.compare.results import Row, Status
 from ebbtide.compare.task import Optimizer, Task, write_task
 from ebbtide.compare.workloads import ModelSource, Weights, load_model
+from ebbtide.plan import Decision, Plan
 from tests.compare.test_task import make_task
 
 CPU = torch.device("cpu")
@@ -86,6 +93,64 @@ def test_an_offloading_plan_moves_bytes_to_disk_and_keeps_the_bits(kept: Row, ta
     assert inputs_bytes // 2 <= row.moved_out_bytes <= 2 * inputs_bytes
     assert (row.disk_bytes or 0) > 0
     assert (row.grad_equal, row.loss) == (True, kept.loss)
+
+
+@pytest.fixture
+def budget_task(task: Task) -> Task:
+    """The same run, with a budget and the windows for one more warm-up step."""
+    tokens = load_file(task.tokens)
+    train = torch.cat([tokens["train"], tokens["train"][:2].flip(1)])
+    save_file({**tokens, "train": train}, task.tokens)
+    return replace(task, num_warm_up_steps=3, budget="20MiB")
+
+
+def test_the_plan_for_a_budget_is_counted_and_keeps_the_bits(budget_task: Task) -> None:
+    kept = run(replace(budget_task, is_reference=True))
+    row = run(replace(budget_task, strategy="ebbtide"))
+    assert (row.status, len(row.step_ns)) == (Status.OK, 1)
+    assert (row.grad_equal, row.loss) == (True, kept.loss)
+    assert row.note.startswith("planned for 20.0 MiB: forward and backward ")
+    assert "corrected" not in row.note
+
+
+def test_a_budget_that_nothing_fits_is_an_error_that_names_the_smallest(
+    budget_task: Task, tmp_path: Path
+) -> None:
+    small = replace(budget_task, strategy="ebbtide", budget="1KiB", gradients=None)
+    write_task(small, tmp_path / "task.json")
+    main(tmp_path / "task.json")
+    written = json.loads(Path(small.result).read_text())
+    assert (written["status"], written["step_ns"]) == ("error", [])
+    assert "the smallest that fits is " in written["note"]
+
+
+def test_a_prediction_is_told_with_its_correction() -> None:
+    first = Plan(
+        name="lp",
+        model="Tiny",
+        fingerprint="",
+        host_bytes=0,
+        disk_bytes=0,
+        max_out_bytes_in_flight=0,
+        max_in_bytes_in_flight=0,
+        decisions={"a": Decision.KEEP},
+        budget_bytes=2 << 30,
+        peak_bytes=1 << 30,
+        predicted_step_ns=3_000_000,
+        bound_step_ns=2_000_000,
+    )
+    told = (
+        "planned for 2.0 GiB: forward and backward 3.0 ms predicted, 2.0 ms at least under any "
+        "plan; peak 1.0 GiB planned"
+    )
+    assert describe_prediction(None, None) == []
+    assert describe_prediction(replace(first, budget_bytes=0), first) == []
+    assert describe_prediction(first, first) == [told]
+    slower = replace(first, predicted_step_ns=4_000_000)
+    other = replace(slower, decisions={"a": Decision.RECOMPUTE})
+    for last, what in ((slower, "the same plan"), (other, "another plan")):
+        begin = f"corrected by measured steps while counting: {what}, forward and backward 4.0 ms"
+        assert describe_prediction(first, last)[1].startswith(begin)
 
 
 def test_other_data_is_reported_as_other_gradients(kept: Row, task: Task) -> None:

@@ -157,6 +157,40 @@ def test_the_results_are_written(finished: Finished, out: Path) -> None:
     assert (out / "memory-vs-step.png").stat().st_size > 1000
 
 
+@slow
+def test_a_budget_is_the_last_row_with_what_its_plan_foretold(
+    tiny: list[str], tmp_path: Path
+) -> None:
+    disk = f"{tmp_path}:1GiB"
+    finished = run(
+        *(*tiny, "--context", "512", "--strategies", "keep", "--budget", "1GiB", "--disk", disk),
+        *("--json", "--out", str(tmp_path / "out")),
+    )
+    published = json.loads(finished.stdout)
+    assert finished.exit_code == 0
+    assert [row["strategy"] for row in published["rows"]] == ["keep", "ebbtide"]
+    assert (published["warm_up_steps"], published["steps"]) == (3, 1)
+    planned = row(published, "ebbtide")
+    assert (planned["status"], planned["grad_equal"]) == ("ok", True)
+    assert planned["note"].startswith("planned for 1.0 GiB: forward and backward ")
+    page = (tmp_path / "out" / "results.md").read_text()
+    assert "| ebbtide | ok |" in page
+    assert "- ebbtide: planned for 1.0 GiB: " in page
+
+
+@slow
+def test_too_small_a_budget_is_a_row_that_names_the_smallest(tiny: list[str]) -> None:
+    finished = run(
+        *(*tiny, "--context", "512", "--strategies", "keep,ebbtide", "--budget", "1KiB", "--json")
+    )
+    rows = json.loads(finished.stdout)["rows"]
+    assert [(row["strategy"], row["status"]) for row in rows] == [
+        *(("keep", "ok"), ("ebbtide", "error")),
+    ]
+    assert "fits a budget of 1.0 KiB; the smallest that fits is " in rows[1]["note"]
+    assert finished.exit_code == 1
+
+
 def test_without_json_a_table_is_printed_and_a_run_without_a_result_fails(
     tiny: list[str],
 ) -> None:
@@ -170,7 +204,8 @@ def test_without_json_a_table_is_printed_and_a_run_without_a_result_fails(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--budget", "40GiB"), "--budget 40GiB: the planner that turns a budget into a plan is"),
+        (("--budget", "lots"), "--budget lots: cannot read 'lots' as a budget: "),
+        (("--strategies", "ebbtide"), "--strategies names ebbtide, which is the plan for a budget"),
         (("--batch", "0"), "--batch 0: it must be 1 or more"),
         (("--text", "/no/such.txt"), "--text /no/such.txt: there is no such file"),
         (("--disk", "/scratch"), "--disk /scratch: disk '/scratch' has no cap"),
@@ -201,5 +236,7 @@ def test_only_our_own_failures_or_nothing_at_all_fail_the_run() -> None:
     unequal = Row(strategy="ebbtide:offload", status=Status.OK, grad_equal=False)
     assert not fails(KEEP, BALANCED, TRL, peer_error, our_oom)
     assert fails(KEEP, our_error)
+    assert fails(KEEP, Row(strategy="ebbtide", status=Status.ERROR))
+    assert not fails(KEEP, Row(strategy="ebbtide", status=Status.OOM))
     assert fails(KEEP, unequal)
     assert fails(TRL, peer_error)

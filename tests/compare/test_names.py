@@ -1,6 +1,12 @@
 import pytest
 
-from ebbtide.compare.names import DEFAULT_STRATEGIES, PEERS, order_runs, parse_strategies
+from ebbtide.compare.names import (
+    DEFAULT_STRATEGIES,
+    PEERS,
+    is_ours,
+    order_runs,
+    parse_strategies,
+)
 
 
 def test_canonical_names_are_kept_in_order() -> None:
@@ -43,6 +49,21 @@ def test_an_empty_list_is_refused() -> None:
 def test_one_strategy_makes_one_row() -> None:
     with pytest.raises(ValueError, match="names ebbtide:balanced twice"):
         parse_strategies("balanced,ebbtide:balanced")
+
+
+def test_a_budget_adds_its_row_at_the_end_unless_it_is_named() -> None:
+    assert parse_strategies("trl,keep", has_budget=True) == ("trl", "keep", "ebbtide")
+    assert parse_strategies("ebbtide,keep", has_budget=True) == ("ebbtide", "keep")
+
+
+def test_the_plan_for_a_budget_needs_one() -> None:
+    with pytest.raises(ValueError, match=r"names ebbtide, which is the plan for a budget; give"):
+        parse_strategies("keep,ebbtide")
+
+
+def test_plans_of_ours_are_told_from_peers() -> None:
+    assert is_ours("ebbtide") and is_ours("ebbtide:keep")
+    assert not any(is_ours(name) for name in PEERS)
 
 
 def test_what_can_be_the_reference_runs_first() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.compare.request import CompareRequest, check_request, refuse_budget, write_command
+from ebbtide.compare.request import CompareRequest, check_request, write_command
 
 GOOD = CompareRequest(
     model="smollm2",
@@ -34,6 +34,8 @@ def test_a_good_request_passes(tmp_path: Path) -> None:
         (replace(GOOD, context=1), "--context 1: it must be 2 or more"),
         (replace(GOOD, layers=-3), "--layers -3: it must be 1 or more"),
         (replace(GOOD, seed=-1), "--seed -1: it must be 0 or more"),
+        (replace(GOOD, budget="lots"), "--budget lots: cannot read 'lots' as a budget: "),
+        (replace(GOOD, budget="101%"), "--budget 101%: budget '101%' is more than the device has"),
         (replace(GOOD, host="lots"), "--host lots: cannot read 'lots' as a size"),
         (replace(GOOD, disk="/scratch"), "--disk /scratch: disk '/scratch' has no cap"),
         (replace(GOOD, disk="/no/such:1GiB"), "--disk /no/such:1GiB: /no/such is not a folder"),
@@ -46,10 +48,20 @@ def test_a_bad_argument_is_named_with_its_rule(bad: CompareRequest, message: str
     assert str(caught.value).startswith(message)
 
 
-def test_a_budget_is_refused_and_its_absence_is_not() -> None:
-    refuse_budget(None)
-    with pytest.raises(ValueError, match=r"--budget 40GiB: .*not part of this version"):
-        refuse_budget("40GiB")
+@pytest.mark.parametrize("budget", ["40GiB", "50%", "auto", "1000000"])
+def test_a_budget_is_a_size_a_share_or_auto(budget: str) -> None:
+    check_request(replace(GOOD, budget=budget))
+
+
+def test_a_budget_takes_one_more_warm_up_step() -> None:
+    assert GOOD.num_warm_up_steps == 2
+    assert replace(GOOD, budget="40GiB").num_warm_up_steps == 4
+
+
+def test_the_command_has_the_budget() -> None:
+    request = replace(GOOD, strategies=("keep", "ebbtide"), budget="40GiB")
+    command = write_command(request, context=512, steps=1, device="cpu")
+    assert "--strategies keep,ebbtide --budget 40GiB" in command
 
 
 def test_the_command_spells_out_every_default() -> None:

@@ -118,6 +118,18 @@ def test_a_plan_that_moves_needs_the_disk_that_it_is_given(
         make_strategy("ebbtide:balanced", host=None, disk=None).apply(model, CPU).__enter__()
 
 
+def test_the_plan_for_a_budget_needs_one(
+    model: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="the strategy ebbtide needs a budget"):
+        make_strategy("ebbtide", host=None, disk=None)
+    chosen = make_strategy("ebbtide", host=None, disk=f"{tmp_path}:1GiB", budget="50%")
+    assert chosen.find_refusal(CPU) is chosen.find_refusal(CUDA) is None
+    with chosen.apply(model, CPU) as applied:
+        assert applied.tide is not None
+        assert applied.tide.runtime is not None
+
+
 def test_a_plan_that_moves_nothing_takes_no_disk(model: transformers.PreTrainedModel) -> None:
     disk = "/no/such/folder:1GiB"
     assert count_block_forwards(model, "ebbtide:recompute", disk) >= 1

@@ -150,9 +150,7 @@ def test_no_plan_is_below_the_closed_form(name: str) -> None:
         # More room, a lower bound.
         assert chain.base_ns <= bound_ns <= previous_ns
         previous_ns = bound_ns
-        plan = plan_for_budget(
-            workload, machine, budget_bytes=budget_bytes, planner="greedy"
-        ).plan
+        plan = plan_for_budget(workload, machine, budget_bytes=budget_bytes, planner="greedy").plan
         assert plan is None or plan.bound_step_ns == bound_ns <= plan.predicted_step_ns
 
 

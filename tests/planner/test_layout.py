@@ -62,9 +62,7 @@ def a_block(name: str, x_bytes: int, h_bytes: int) -> Block:
         name=name,
         class_name="Layer",
         activations=(made(x, x_bytes), made(h, h_bytes, x)),
-        backward=tuple(
-            BackwardEvent(uses=(use,), compute_ns=10, held_bytes=0) for use in (h, x)
-        ),
+        backward=tuple(BackwardEvent(uses=(use,), compute_ns=10, held_bytes=0) for use in (h, x)),
     )
 
 
@@ -88,9 +86,7 @@ def laid_out(
     treatments: list[Treatment] = []
     for c, names in zip(chain.class_of, chain.names, strict=True):
         stored = [i for i, name in enumerate(names) if decisions.get(name) in (KEEP, *EVICTIONS)]
-        option = Option(
-            stored=frozenset(stored), num_bytes=0, replay_ns=0, replayed=frozenset()
-        )
+        option = Option(stored=frozenset(stored), num_bytes=0, replay_ns=0, replayed=frozenset())
         tiers = {i: decisions[names[i]] for i in stored if decisions[names[i]] in EVICTIONS}
         program = make_program(chain.classes[c], option)
         treatments.append(Treatment(program=program, tiers=tiers))

@@ -75,14 +75,14 @@ def test_an_input_cannot_be_recomputed() -> None:
     with pytest.raises(PlanError) as raised:
         resolve_pins({"model.layers.0.input": "RECOMPUTE"}, WORKLOAD)
     assert str(raised.value) == (
-        "decide: model.layers.0.input cannot be recomputed: it is of kind 'input', and inputs, "
-        "random ops and unknown ops are never run again. Pin it to KEEP or HOST."
+        "decide: 'model.layers.0.input' cannot be recomputed: it matches kind input only, and "
+        "inputs, random ops and unknown ops are never run again. Pin it to KEEP or HOST."
     )
 
 
 def test_what_a_random_op_made_cannot_be_recomputed() -> None:
     name = "transformer.h.0.mlp.dropout:mask"
-    with pytest.raises(PlanError, match=f"{name} cannot be recomputed: it is of kind 'random'"):
+    with pytest.raises(PlanError, match=f"'{name}' cannot be recomputed: it matches kind random"):
         resolve_pins({name: RECOMPUTE}, CORPUS["gpt2/8k"])
 
 
@@ -94,5 +94,21 @@ def test_a_wide_pattern_recomputes_what_can_be_and_leaves_the_rest_free() -> Non
 
 
 def test_a_pattern_of_which_nothing_can_be_recomputed_is_refused() -> None:
-    with pytest.raises(PlanError, match="cannot be recomputed"):
+    with pytest.raises(PlanError, match=r"'\*\.input' cannot be recomputed: it matches kind input"):
         resolve_pins({"*.input": RECOMPUTE}, WORKLOAD)
+
+
+def test_the_outputs_of_one_call_are_all_recomputed_or_none() -> None:
+    out, lse = "model.layers.0.self_attn:out", "model.layers.0.self_attn:lse"
+    with pytest.raises(PlanError) as raised:
+        resolve_pins({"*.self_attn:out": KEEP, "*.self_attn:lse": RECOMPUTE}, WORKLOAD)
+    assert str(raised.value) == (
+        f"decide: {out} and {lse} are made by one op call, and KEEP and RECOMPUTE were asked for; "
+        "either all of a call's outputs are recomputed or none. Pin them alike."
+    )
+    # They may lie on different tiers, and a later pattern may set it right.
+    assert resolve_pins({out: KEEP, lse: HOST}, WORKLOAD) == {out: KEEP, lse: HOST}
+    assert resolve_pins({out: KEEP, lse: RECOMPUTE, "*.0.self_attn:*": RECOMPUTE}, WORKLOAD) == {
+        out: RECOMPUTE,
+        lse: RECOMPUTE,
+    }

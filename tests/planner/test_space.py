@@ -136,16 +136,14 @@ def test_keeping_all_takes_the_base_time(name: str, num_slots: int) -> None:
 
 def random_rows(rng: random.Random, space: Space, count: int) -> Ints:
     states = [[s for row in options for s in row] for options in space.rows]
-    return np.array(
-        [[rng.choice(states[c]) for c in space.chain.class_of] for _ in range(count)]
-    )
+    return np.array([[rng.choice(states[c]) for c in space.chain.class_of] for _ in range(count)])
 
 
-def check_careful(seed: int, *, has_limits: bool) -> int:
+def check_careful(seed: int) -> int:
     """Assert that what the estimate has room for can be laid out; return how many that were."""
     rng = random.Random(seed)
     workload = random_workload(rng, rng.randint(1, 4), rng.randint(1, 6))
-    machine = random_machine(rng, has_disk=has_limits)
+    machine = random_machine(rng, has_disk=False)
     space = space_of(
         workload, num_slots=rng.choice((1, 2, 3, 4, 16)), min_bytes=rng.choice((1, 1, 5))
     )
@@ -157,8 +155,8 @@ def check_careful(seed: int, *, has_limits: bool) -> int:
     for _ in range(3):
         caps = Caps(
             device_bytes=rng.randint(most_bytes // 2, most_bytes + 5),
-            host_bytes=rng.randrange(60) if has_limits else WIDE,
-            disk_bytes=rng.randrange(60) if has_limits else 0,
+            host_bytes=WIDE,
+            disk_bytes=0,
         )
         seconds = space.estimate(rows, machine, caps)
         assert (seconds >= space.chain.base_ns * 1e-9 * (1 - 1e-9)).all(), seed
@@ -171,11 +169,7 @@ def check_careful(seed: int, *, has_limits: bool) -> int:
 
 
 def test_what_the_estimate_has_room_for_can_be_laid_out() -> None:
-    assert sum(check_careful(seed, has_limits=False) for seed in range(100)) > 1000
-
-
-def test_what_the_estimate_has_room_for_fits_host_and_disk() -> None:
-    assert sum(check_careful(seed, has_limits=True) for seed in range(100)) > 300
+    assert sum(check_careful(seed) for seed in range(100)) > 1000
 
 
 @pytest.mark.parametrize("name", ["llama-8b-x8/8k", "gpt2/8k"])
@@ -194,5 +188,5 @@ def test_the_estimate_is_near_the_exact_time(name: str) -> None:
             exact.append(found.layout.step_ns * 1e-9 / estimated)
     assert len(exact) > 30
     # Copies as a fluid: a last activation may come later than its bytes would.
-    assert 0.9 < min(exact)
+    assert min(exact) > 0.9
     assert max(exact) < 1.1

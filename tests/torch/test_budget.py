@@ -128,11 +128,11 @@ def plain(build: Any, step: Any, *, num_steps: int = 6) -> Trace:
 
 
 def smallest_budget(build: Any, step: Any, folder: Path, patch: pytest.MonkeyPatch) -> int:
-    """Return the smallest budget, as the refusal names it, a little up."""
+    """Return the smallest budget that the refusal names, a little up: times vary with it."""
     with pytest.raises(BudgetError) as refused:
         run_counted(build, step, 1, folder, patch)
     words = str(refused.value).split("the smallest that fits is ")[1].split()
-    return int(Fraction(words[0]) * {"KiB": 2**10, "MiB": 2**20}[words[1].rstrip(".")] * 102 // 100)
+    return int(Fraction(words[0]) * {"KiB": 2**10, "MiB": 2**20}[words[1].rstrip(".")] * 101 // 100)
 
 
 @pytest.mark.parametrize("name", ["llama", "stack"])

@@ -13,7 +13,7 @@ from ebbtide.units import parse_bytes, parse_path_and_cap
 # Every strategy takes the same number of optimizer steps, so all of them warm up for two.
 WARM_UP_STEPS = 2
 # With a budget the second step is measured, and the third is the first under the plan.
-BUDGET_WARM_UP_STEPS = 3
+BUDGET_WARM_UP_STEPS = 4
 
 # No device has more; only whether a budget can be read is checked before the device is known.
 MAX_DEVICE_BYTES = 2**50

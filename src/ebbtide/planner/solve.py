@@ -236,7 +236,7 @@ class _Solver:
         shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in named if size)
         text = (
             f"no plan of {self._planner} fits a budget of {format_bytes(caps.device_bytes)}; the "
-            f"smallest that fits is {format_bytes(smallest)}. The rest of the step holds: {shown}."
+            f"smallest that fits is {_at_least(smallest)}. The rest of the step holds: {shown}."
         )
         held = outside.resident_bytes + outside.constant_bytes + outside.turn_bytes
         if held > caps.device_bytes >= held - outside.turn_bytes:
@@ -288,6 +288,17 @@ class _Solver:
             decisions[i] = Decision.RECOMPUTE
             todo += block_class.calls[block_class.call_of[i]].inputs
         return decisions
+
+
+def _at_least(num_bytes: int) -> str:
+    """Write a size that is not below `num_bytes`, so that asking for it is enough."""
+    unit, name = next(
+        (size, name)
+        for size, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+        if num_bytes >= size or name == "KiB"
+    )
+    hundredths = -(-num_bytes * 100 // unit)
+    return f"{hundredths // 100}.{hundredths % 100:02d} {name}"
 
 
 @cache

@@ -4,7 +4,8 @@ A block's *state* is an option of its menu and how many of the stored activation
 a fixed order. A candidate gives each block a state. `Space.estimate` walks through a step once for
 all candidates together, with copies as a fluid: `docs/planner.md` with bytes instead of whole
 activations, and the moments of a block put together into a few slots. It is conservative in what
-a slot holds, and never says that something fits which does not.
+a slot holds, and never says that something fits the device which does not; whether whole
+activations can be dealt out to two tiers is for the layout to find.
 """
 
 from dataclasses import dataclass
