@@ -21,10 +21,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ebbtide.machine import Machine
 from ebbtide.planner.solve import plan_for_budget
-from ebbtide.workload import Workload
 from tests.corpus import CORPUS
+from tests.corpus.machines import budget_of, machine_with
 
 PLANNERS = ("lp", "greedy")
 TIMED = "llama-70b/8k"
@@ -68,25 +67,6 @@ def cpu_name() -> str:
     lines = cpu_file.read_text().splitlines() if cpu_file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
-
-
-def machine_with(link_gb_per_s: int) -> Machine:
-    rate = link_gb_per_s * 10**9
-    return Machine(
-        name=f"link-{link_gb_per_s}",
-        device_bytes=2**50,
-        host_bytes=2**50,
-        out_bytes_per_s=rate,
-        in_bytes_per_s=rate,
-        both_bytes_per_s=2 * rate,
-    )
-
-
-def budget_of(workload: Workload, share: float) -> int:
-    outside = workload.outside
-    assert outside is not None, "the corpus is timed"
-    held = max(outside.constant_bytes + outside.turn_bytes, outside.ends_bytes)
-    return outside.resident_bytes + held + int(share * workload.num_bytes_saved)
 
 
 def planning_times(num_runs: int) -> dict[str, dict[str, float]]:

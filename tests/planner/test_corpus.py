@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from ebbtide.check import check_plan
-from ebbtide.machine import Machine
 from ebbtide.plan import Plan
 from ebbtide.planner.caps import Caps
 from ebbtide.planner.chain import compile_chain
@@ -15,8 +14,8 @@ from ebbtide.planner.relax import relax
 from ebbtide.planner.result import Code
 from ebbtide.planner.solve import BUDGET_PLANNERS, plan_for_budget
 from ebbtide.simulate import simulate
-from ebbtide.workload import Workload
 from tests.corpus import CORPUS
+from tests.corpus.machines import budget_of, machine_with
 
 SHARES = (0.5, 0.25, 0.12, 0.05)
 """Of what autograd saves, beside what is always there."""
@@ -56,25 +55,6 @@ def gaps() -> Iterator[Gaps]:
     collected = Gaps()
     yield collected
     print(f"\n(predicted - bound) / bound\n{collected.table()}")
-
-
-def machine_with(link_gb_per_s: int) -> Machine:
-    rate = link_gb_per_s * 10**9
-    return Machine(
-        name=f"link-{link_gb_per_s}",
-        device_bytes=2**50,
-        host_bytes=2**50,
-        out_bytes_per_s=rate,
-        in_bytes_per_s=rate,
-        both_bytes_per_s=2 * rate,
-    )
-
-
-def budget_of(workload: Workload, share: float) -> int:
-    outside = workload.outside
-    assert outside is not None
-    held = max(outside.constant_bytes + outside.turn_bytes, outside.ends_bytes)
-    return outside.resident_bytes + held + int(share * workload.num_bytes_saved)
 
 
 def check_case(

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ebbtide.machine import Machine
 from ebbtide.planner.baselines import Baseline, plan_baseline
 from ebbtide.planner.bound import closed_form_ns
 from ebbtide.planner.caps import Caps
@@ -14,21 +13,10 @@ from ebbtide.planner.greedy import plan_greedily, search
 from ebbtide.planner.space import Space
 from ebbtide.workload import Workload
 from tests.corpus import CORPUS
+from tests.corpus.machines import machine_with
 
 NAMES = ("llama-8b-x8/8k", "llama-8b-x12/32k", "gpt2/8k", "llama-8b/8k")
 LINKS_GB_PER_S = (10, 25, 50, 180)
-
-
-def machine_with(link_gb_per_s: int) -> Machine:
-    rate = link_gb_per_s * 10**9
-    return Machine(
-        name=f"link-{link_gb_per_s}",
-        device_bytes=2**50,
-        host_bytes=2**50,
-        out_bytes_per_s=rate,
-        in_bytes_per_s=rate,
-        both_bytes_per_s=2 * rate,
-    )
 
 
 def caps_for(workload: Workload, share: float) -> Caps:

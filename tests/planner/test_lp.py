@@ -15,20 +15,9 @@ from ebbtide.planner.relax import Relaxed, relax
 from ebbtide.planner.space import Space
 from ebbtide.workload import Workload
 from tests.corpus import CORPUS
+from tests.corpus.machines import machine_with
 
 SHORT = ("llama-8b-x8/8k", "gpt2/8k")
-
-
-def machine_with(link_gb_per_s: int) -> Machine:
-    rate = link_gb_per_s * 10**9
-    return Machine(
-        name=f"link-{link_gb_per_s}",
-        device_bytes=2**50,
-        host_bytes=2**50,
-        out_bytes_per_s=rate,
-        in_bytes_per_s=rate,
-        both_bytes_per_s=2 * rate,
-    )
 
 
 def caps_for(workload: Workload, share: float) -> Caps:

@@ -5,24 +5,12 @@ from itertools import pairwise
 
 import pytest
 
-from ebbtide.machine import Machine
 from ebbtide.plan import Plan
 from ebbtide.planner.solve import BUDGET_PLANNERS, plan_for_budget
 from tests.corpus import CORPUS
+from tests.corpus.machines import machine_with
 
 NUM_BUDGETS = 20
-
-
-def machine_with(link_gb_per_s: int) -> Machine:
-    rate = link_gb_per_s * 10**9
-    return Machine(
-        name=f"link-{link_gb_per_s}",
-        device_bytes=2**50,
-        host_bytes=2**50,
-        out_bytes_per_s=rate,
-        in_bytes_per_s=rate,
-        both_bytes_per_s=2 * rate,
-    )
 
 
 @cache
