@@ -14,6 +14,9 @@ from ebbtide.planner.program import Program, make_program
 from ebbtide.timeline import Lane, Span, Timeline
 from ebbtide.workload import Workload
 
+BESIDE = "slower beside copies"
+"""Starts the names of the spans for what compute loses to the copies that run beside it."""
+
 
 def simulate(plan: Plan, workload: Workload, machine: Machine) -> Timeline:
     """Return the predicted step under a plan.
@@ -136,7 +139,7 @@ class _Replay:
                     moved = self._evict(names[i], program.num_bytes[i], decision is Decision.DISK)
                     moved.held_until = self._moment - number + program.last_held[i]
                     slow_ns = self._machine.slow_ns(moved.num_bytes, self._machine.out_bytes_per_s)
-                    self._compute("slower beside copies out", slow_ns)
+                    self._compute(f"{BESIDE} out", slow_ns)
             self._moment += 1
         self._compute("forward", program.call_ns[-1] - calls[-1].make_ns)
 
@@ -173,7 +176,7 @@ class _Replay:
                 for i in needed:
                     in_rate = self._machine.in_bytes_per_s
                     slow_ns = self._machine.slow_ns(program.num_bytes[i], in_rate)
-                    self._compute("slower beside copies in", slow_ns)
+                    self._compute(f"{BESIDE} in", slow_ns)
                 self._note(program.scratch_bytes[event])
                 self._compute(f"{self._event_name(block, event)}", spent_ns)
                 for i in away:

@@ -124,13 +124,13 @@ def test_without_json_a_summary_is_printed() -> None:
     assert lines[15].startswith("bytes ")
     step = re.search(
         r"^step: ([\d.]+) ms = ([\d.]+) ms when all is kept \+ ([\d.]+) ms of recomputation "
-        r"\+ ([\d.]+) ms of stalls$",
+        r"\+ ([\d.]+) ms slower beside copies \+ ([\d.]+) ms of stalls$",
         finished.stdout,
         re.MULTILINE,
     )
     assert step is not None
     total, *parts = map(float, step.groups())
-    assert total == pytest.approx(sum(parts), abs=0.21)
+    assert total == pytest.approx(sum(parts), abs=0.26)
     assert re.search(r"^copies out: [\d.]+ GiB in [\d.]+ ms$", finished.stdout, re.MULTILINE)
     assert re.search(r"^planned by greedy in \d+ ms$", finished.stdout, re.MULTILINE)
 

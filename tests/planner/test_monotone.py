@@ -74,13 +74,6 @@ def test_every_sweep_is_monotone(
     check_sweep(name, planner, link_gb_per_s, num_budgets)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("planner", ["lp", "greedy", "uniform"])
-@pytest.mark.parametrize("name", ["llama-8b-x8/8k", "gpt2/8k", "llama-8b-x8/32k"])
-def test_budgets_near_each_other_are_monotone_too(name: str, planner: str) -> None:
-    check_sweep(name, planner, 50, 3 * NUM_BUDGETS - 3)
-
-
 def test_a_sweep_reaches_from_nothing_much_to_everything() -> None:
     plans = sweep("llama-8b-x8/8k", "lp", 50, NUM_BUDGETS)
     steps = [plan.predicted_step_ns for plan in plans.values() if plan is not None]

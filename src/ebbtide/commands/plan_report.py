@@ -9,7 +9,7 @@ from ebbtide.commands.columns import align_columns
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.result import Outcome
-from ebbtide.simulate import simulate
+from ebbtide.simulate import BESIDE, simulate
 from ebbtide.timeline import Lane, Timeline
 from ebbtide.units import format_bytes
 from ebbtide.workload import Workload
@@ -87,10 +87,14 @@ def _write_times(plan: Plan, workload: Workload, timeline: Timeline) -> Iterator
     assert outside is not None, "bug in ebbtide: a plan for a workload without times"
     kept_ns = outside.turn_ns + outside.ends_ns
     kept_ns += sum(block.forward_ns + block.backward_ns for block in workload.blocks)
-    again_ns = timeline.busy_ns(Lane.COMPUTE) - kept_ns
+    beside_ns = sum(
+        span.end_ns - span.start_ns for span in timeline.spans if span.name.startswith(BESIDE)
+    )
+    again_ns = timeline.busy_ns(Lane.COMPUTE) - kept_ns - beside_ns
     yield (
         f"step: {_ms(timeline.step_ns)} = {_ms(kept_ns)} when all is kept "
-        f"+ {_ms(again_ns)} of recomputation + {_ms(timeline.stall_ns)} of stalls"
+        f"+ {_ms(again_ns)} of recomputation + {_ms(beside_ns)} slower beside copies "
+        f"+ {_ms(timeline.stall_ns)} of stalls"
     )
     yield f"bound: {_ms(plan.bound_step_ns)}; no plan for this budget is faster"
     for lane, title in _COPIES.items():

@@ -177,9 +177,11 @@ class _Solver:
     def _at_less(self, found: Found, caps: Caps) -> Found:
         """Where the budget costs no time, return a plan that takes no more than that needs.
 
-        A larger budget then gets the same plan, and not one that is as fast and takes more.
+        A larger budget then gets the same plan, and not one that is as fast and takes more. Only
+        on machines whose copies cost compute nothing; long chains get one try, or it takes long.
         """
-        for _ in range(_NUM_LESS):
+        is_short = len(self._chain.class_of) <= _FINE_BLOCKS
+        for _ in range(_NUM_LESS if is_short else 1):
             if found.layout.step_ns > self._chain.base_ns:
                 break
             less, _ = self._find(replace(caps, device_bytes=found.layout.peak_bytes - 1))

@@ -12,7 +12,8 @@ from typing import Final
 from ebbtide.plan import Plan
 from ebbtide.torch.devices.base import AbstractMeter, Mark
 
-# The first step under a plan is checked, and the next one fills the allocator's cache.
+# The step in which the plan is made, and its blocks are checked, is not told of here. The next one
+# fills the allocator's cache, and the one after it may still be slow.
 NUM_SKIPPED: Final = 2
 NUM_STEPS: Final = 3
 
