@@ -80,12 +80,12 @@ class Plan:
     release_at: Mapping[str, str] = field(hash=False, default_factory=dict[str, str])
     """Evicted activation to the activation before whose making compute waits for its copy and
     its device memory is let go; `TURN_START` and `TURN_END` stand for the moments after the last
-    block's forward and before its backward. Read-only, sorted. Without an entry, the latest is
-    let go when `max_out_bytes_in_flight` says so, or at the turn's start."""
+    block's forward and before its backward. Read-only, sorted. Without an entry: the turn's start.
+    A plan without any lets go when `max_out_bytes_in_flight` says so, and at the turn's start."""
     fetch_at: Mapping[str, str] = field(hash=False, default_factory=dict[str, str])
     """Evicted activation to the saved activation at whose first use in backward its fetch may
-    start; `TURN_END` for the start of backward. Read-only, sorted. Without an entry, it is
-    fetched when `max_in_bytes_in_flight` lets it."""
+    start; `TURN_END` for the start of backward. Read-only, sorted. Without an entry: its first
+    need. A plan without any fetches ahead as far as `max_in_bytes_in_flight` lets it."""
     budget_bytes: int = 0
     """Most device memory that the step may take; 0: the plan was made without a budget."""
     peak_bytes: int = 0
