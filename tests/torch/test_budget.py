@@ -135,6 +135,42 @@ def smallest_budget(build: Any, step: Any, folder: Path, patch: pytest.MonkeyPat
     return int(Fraction(words[0]) * {"KiB": 2**10, "MiB": 2**20}[words[1].rstrip(".")] * 101 // 100)
 
 
+def test_the_optimizers_state_counts_also_where_it_comes_after_the_measured_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two micro-batches the second is measured, before the optimizer has taken a step."""
+    model = seeded(lambda: Stack(Gated, 6))
+    allocator = Allocator(model)
+    meter = FakeMeter(
+        allocated=allocator.allocated_bytes, take_peak=allocator.take_peak_bytes, tick_ns=100_000
+    )
+
+    def meter_of(device: torch.device) -> FakeMeter:
+        del device
+        return meter
+
+    monkeypatch.setattr(_attach, "meter_of", meter_of)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    num_parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    peak_bytes = 0
+    with attach(model, budget="20MiB", disk=f"{tmp_path}:200MiB", min_bytes=1024) as tide:
+        for index in range(4):
+            with allocator:
+                for micro_batch in range(2):
+                    allocator.take_peak_bytes()
+                    feature_step(model, index)
+                    peak_bytes = allocator.take_peak_bytes()
+                    if index == 0 and micro_batch == 1:
+                        assert tide.plan is None
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+        assert tide.plan is not None and tide.workload is not None
+        assert tide.workload.outside is not None
+        # Parameters, their gradients and AdamW's two averages.
+        assert tide.workload.outside.resident_bytes >= 4 * num_parameter_bytes
+        assert peak_bytes <= tide.plan.peak_bytes <= 1.1 * peak_bytes
+
+
 @pytest.mark.parametrize("name", ["llama", "stack"])
 def test_the_peak_of_a_step_is_the_planned_one_and_within_the_budget(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -336,6 +336,7 @@ class _Attachment:
             runtime.follow_shape = maker.follow_shape
             runtime.note_out_of_memory = maker.note_out_of_memory
             runtime.note_pace = maker.note_pace
+            runtime.note_growth = maker.forget_plans
         tide = Tide(runtime, ledger, install(runtime), store, self._budgets)
         maker.close = _closer_of(tide)
         return tide

@@ -75,15 +75,16 @@ class PlanMaker:
 
     def note_pace(
         self, workload: Workload, plan: Plan, measured_ns: int
-    ) -> tuple[Workload, Plan, Traffic | None]:
+    ) -> tuple[Workload, Plan, Traffic | None] | None:
         """Correct the times by what steps under `plan` took; returns what to go on with.
 
-        Plans for other shapes are made anew from the corrected times.
+        Plans for other shapes are made anew from the corrected times. None for a plan for another
+        shape than was measured, or one that is made anew in any case.
         """
         assert self._budgets is not None, "bug in ebbtide"
         key = next((k for k, made in self._made.items() if made[0] is plan), None)
         if key is None or key != self._observed_shape:
-            return workload, plan, self._made[key][1] if key is not None else None
+            return None
         paced, better = self._budgets.correct(workload, plan, measured_ns)
         is_same = better.decisions == plan.decisions and better.fetch_at == plan.fetch_at
         traffic = self._made[key][1]
@@ -92,6 +93,10 @@ class PlanMaker:
         self._made = {key: (better, traffic)}
         self._now = better
         return paced, better, traffic
+
+    def forget_plans(self) -> None:
+        """Make every plan anew when it is asked for: less of the budget is left."""
+        self._made.clear()
 
     def note_out_of_memory(self) -> str:
         """Plan more frugally from the next step on; returns what to tell the user."""

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,8 +53,8 @@ log = logging.getLogger("ebbtide")
 MakePlan = Callable[[Workload], tuple[Plan, Traffic | None]]
 FollowShape = Callable[[Workload, torch.Size, torch.Size], tuple[Plan, Traffic | None]]
 """From the workload, the size that it was observed at and the size now."""
-NotePace = Callable[[Workload, Plan, int], tuple[Workload, Plan, Traffic | None]]
-"""From the workload, the plan and the nanoseconds that steps under it took."""
+NotePace = Callable[[Workload, Plan, int], tuple[Workload, Plan, Traffic | None] | None]
+"""From the workload, the plan and the nanoseconds that steps under it took; None: no change."""
 
 
 class Runtime:
@@ -102,6 +103,10 @@ class Runtime:
         self.note_pace: NotePace | None = None
         """Told what planned steps took; gives the workload, plan and traffic to go on with."""
         self._pace = None if meter is None else Pace(meter)
+        self.note_growth: Callable[[], None] | None = None
+        """Called when more rests on the device than the plans of now were made for."""
+        self._grown_bytes = 0
+        """What of that no plan knows yet."""
         self._num_ooms = 0
         self._is_announced = False
         """The model's own hook has told of this forward."""
@@ -126,6 +131,9 @@ class Runtime:
             self._is_announced = True
             if self._pace is not None and self.plan is not None:
                 self._pace.start(self.plan)
+            model = self._model()
+            if self.stopwatch is not None and model is not None:
+                self._grown_bytes += self.stopwatch.take_growth_bytes(model.parameters())
 
     def end_forward(self, output: Any) -> None:
         """Note what the model's forward returns; only called where times are measured."""
@@ -448,10 +456,12 @@ class Runtime:
         if self.traffic is not None and not self.traffic.is_idle:
             return
         self._note_ooms()
+        workload = self._with_growth(workload)
         if self.plan is not None and self._pace is not None and self.note_pace is not None:
             measured_ns = self._pace.take_ns(self.plan)
-            if measured_ns:
-                workload, plan, traffic = self.note_pace(workload, self.plan, measured_ns)
+            noted = self.note_pace(workload, self.plan, measured_ns) if measured_ns else None
+            if noted is not None:
+                workload, plan, traffic = noted
                 self.workload = workload
                 if plan.decisions == self.plan.decisions:
                     self._keep_checked(plan)
@@ -471,6 +481,18 @@ class Runtime:
         if traffic is not None:
             traffic.start_pass()
         log.info("plan %s: %d decisions", plan.name, len(plan.decisions))
+
+    def _with_growth(self, workload: Workload) -> Workload:
+        """Count what has come to rest on the device since the measured step."""
+        grown, self._grown_bytes = self._grown_bytes, 0
+        if not grown or workload.outside is None:
+            return workload
+        resident_bytes = workload.outside.resident_bytes + grown
+        outside = replace(workload.outside, resident_bytes=resident_bytes)
+        self.workload = replace(workload, outside=outside)
+        if self.note_growth is not None:
+            self.note_growth()
+        return self.workload
 
     def _note_ooms(self) -> None:
         """Plan anew after an operator of autograd ran out of memory, where no code of ours is."""

@@ -140,6 +140,8 @@ class Stopwatch:
         self.is_paused = False
         """No measurement starts."""
         self.is_done = False
+        self.resting_bytes = 0
+        """Allocated when the measured forward started, but for gradients."""
         self.blocks: tuple[Block, ...] = ()
         self.outside: Outside | None = None
         self.classes: tuple[tuple[str, ...], ...] = ()
@@ -314,6 +316,21 @@ class Stopwatch:
 
     # -- the result ----------------------------------------------------------------------------
 
+    def take_growth_bytes(self, parameters: Iterable[Tensor]) -> int:
+        """Return what rests on the device since the measured step, once; gradients not counted.
+
+        The optimizer's state appears at its first step, which may come after the one that was
+        measured. To be called when a forward starts. 0 for less than a 256th of what was there.
+        """
+        if not self.is_done:
+            return 0
+        now = self._meter.allocated_bytes() - _gradient_bytes(parameters)
+        grown = now - self.resting_bytes
+        if grown * 256 < self.resting_bytes or grown <= 0:
+            return 0
+        self.resting_bytes = now
+        return grown
+
     def finish(self, observed: Sequence[Block]) -> None:
         """Read the clocks: the next step starts, or nothing follows. Waits for the device.
 
@@ -330,6 +347,7 @@ class Stopwatch:
         self.outside = self._measured_outside(late_peak_bytes)
         self.blocks, self.classes = _equalised(blocks)
         self.is_done = True
+        self.resting_bytes = self._start_bytes - self._start_gradient_bytes
         self._reset()
         self._parameters, self._buffers = [], []
         names = ", ".join(f"{len(alike)} like {alike[0]}" for alike in self.classes)
