@@ -169,7 +169,7 @@ def test_a_budget_is_the_last_row_with_what_its_plan_foretold(
     published = json.loads(finished.stdout)
     assert finished.exit_code == 0
     assert [row["strategy"] for row in published["rows"]] == ["keep", "ebbtide"]
-    assert (published["warm_up_steps"], published["steps"]) == (3, 1)
+    assert (published["warm_up_steps"], published["steps"]) == (4, 1)
     planned = row(published, "ebbtide")
     assert (planned["status"], planned["grad_equal"]) == ("ok", True)
     assert planned["note"].startswith("planned for 1.0 GiB: forward and backward ")

@@ -48,12 +48,12 @@ def test_a_setup_has_windows_for_every_step_and_the_facts(
     )
 
 
-def test_a_budget_takes_windows_for_three_warm_up_steps(
+def test_a_budget_takes_windows_for_four_warm_up_steps(
     request_tiny: CompareRequest, tmp_path: Path
 ) -> None:
     setup = prepare_setup(replace(request_tiny, budget="1GiB"), tmp_path)
-    assert load_file(setup.tokens)["train"].shape == (2 * (3 + 3), 64)
-    assert (setup.facts.warm_up_steps, setup.facts.steps) == (3, 3)
+    assert load_file(setup.tokens)["train"].shape == (2 * (4 + 3), 64)
+    assert (setup.facts.warm_up_steps, setup.facts.steps) == (4, 3)
     assert "--budget 1GiB" in setup.facts.command
 
 
