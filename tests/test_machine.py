@@ -15,6 +15,7 @@ NUMBERS = (
     "disk_bytes",
     "disk_write_bytes_per_s",
     "disk_read_bytes_per_s",
+    "slowdown_ppm",
     "num_local_ranks",
 )
 
@@ -71,6 +72,7 @@ def test_json_form_is_this_text() -> None:
         '  "name": "mine",\n'
         '  "num_local_ranks": 3,\n'
         '  "out_bytes_per_s": 5,\n'
+        '  "slowdown_ppm": 0,\n'
         '  "source": "measured",\n'
         '  "version": 1\n'
         "}\n"
