@@ -43,6 +43,7 @@ gpu-test:
 
 gpu-bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py --out benchmarks/results
+	PYTHONPATH=src $(PYTHON) benchmarks/budget.py --out benchmarks/results
 
 clean:
 	rm -rf build dist demo-results .cache .hypothesis .pytest_cache .ruff_cache

@@ -1,6 +1,6 @@
 """Measure how long planning takes, and how far its plans are from the bound.
 
-    PYTHONPATH=src:. python3 benchmarks/planning.py --out benchmarks/results/planning.json
+    PYTHONPATH=src:. python3 benchmarks/planning.py --out benchmarks/results
 
 Planning times are for 80 blocks that save 12 activations each, Llama-3-70B with 8k tokens: medians
 of 20 calls in one process, workload to plan. Gaps are (predicted - bound) / bound over the shapes
@@ -29,12 +29,14 @@ PLANNERS = ("lp", "greedy")
 TIMED = "llama-70b/8k"
 SHARES = (0.5, 0.25, 0.12, 0.05)
 """Of what autograd saves, beside what is always there."""
+PROMISED_SHARE = 0.12
+"""The least for which gaps are promised."""
 LINKS_GB_PER_S = (25, 50, 180)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
+    parser.add_argument("--out", type=Path, help="write planning.json and planning.md here")
     parser.add_argument("--runs", type=int, default=20, help="calls of each planner")
     parser.add_argument("--names", default=",".join(CORPUS), help="workloads for the gaps")
     options = parser.parse_args()
@@ -43,16 +45,20 @@ def main() -> int:
         "planning_ms": planning_times(options.runs),
         "gaps": gaps(options.names.split(",")),
     }
-    print(report(results))
+    text = report(results)
+    print(text)
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
+        options.out.mkdir(parents=True, exist_ok=True)
+        form = json.dumps(results, indent=2, sort_keys=True) + "\n"
+        (options.out / "planning.json").write_text(form)
+        (options.out / "planning.md").write_text(text + "\n")
     return 0
 
 
 def facts() -> dict[str, str]:
     return {
         "command": "PYTHONPATH=src:. python3 " + " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d"),
         "cpu": cpu_name(),
         "num_cpus": str(os.cpu_count()),
         "python": platform.python_version(),
@@ -98,15 +104,15 @@ def milliseconds(call: Callable[[], None]) -> float:
 
 def gaps(names: list[str]) -> list[dict[str, Any]]:
     """One record for each planner and number of blocks."""
-    seen: dict[tuple[str, int], list[float]] = {}
-    refused: dict[tuple[str, int], int] = {}
+    seen: dict[tuple[str, int, bool], list[float]] = {}
+    refused: dict[tuple[str, int, bool], int] = {}
     for name in names:
         workload = CORPUS[name]
         for planner in PLANNERS:
-            key = (planner, len(workload.blocks))
             for link_gb_per_s in LINKS_GB_PER_S:
                 machine = machine_with(link_gb_per_s)
                 for share in SHARES:
+                    key = (planner, len(workload.blocks), share >= PROMISED_SHARE)
                     plan = plan_for_budget(
                         workload,
                         machine,
@@ -122,12 +128,13 @@ def gaps(names: list[str]) -> list[dict[str, Any]]:
         {
             "planner": planner,
             "num_blocks": num_blocks,
+            "room": "12 to 50 %" if is_promised else "5 %",
             "num_plans": len(found),
-            "num_refused": refused.get((planner, num_blocks), 0),
+            "num_refused": refused.get((planner, num_blocks, is_promised), 0),
             "median_gap": statistics.median(found),
             "most_gap": max(found),
         }
-        for (planner, num_blocks), found in sorted(seen.items())
+        for (planner, num_blocks, is_promised), found in sorted(seen.items())
     ]
 
 
@@ -135,6 +142,9 @@ def report(results: dict[str, Any]) -> str:
     """Return the tables as markdown."""
     known = results["facts"]
     lines = [
+        "# Planning: how long it takes, and how far plans are from the bound",
+        "",
+        f"`{known['command']}`, {known['date']}.",
         f"{known['cpu']}, {known['num_cpus']} CPUs, Python {known['python']}, numpy "
         f"{known['numpy']}, scipy {known['scipy']}",
         "",
@@ -149,11 +159,11 @@ def report(results: dict[str, Any]) -> str:
         "",
         "(predicted - bound) / bound:",
         "",
-        "| planner | blocks | plans | refused | median | most |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| planner | blocks | room | plans | refused | median | most |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
         *(
-            f"| {g['planner']} | {g['num_blocks']} | {g['num_plans']} | {g['num_refused']} | "
-            f"{g['median_gap']:.3%} | {g['most_gap']:.3%} |"
+            f"| {g['planner']} | {g['num_blocks']} | {g['room']} | {g['num_plans']} | "
+            f"{g['num_refused']} | {g['median_gap']:.3%} | {g['most_gap']:.3%} |"
             for g in results["gaps"]
         ),
     ]

@@ -5,13 +5,16 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from scipy.optimize import OptimizeResult
 
 from ebbtide.block import Activation, BackwardEvent, Block, OpKind
 from ebbtide.machine import Machine
+from ebbtide.planner import relax as relax_module
 from ebbtide.planner.caps import Caps
 from ebbtide.planner.chain import compile_chain
 from ebbtide.planner.menu import make_menu
 from ebbtide.planner.relax import Relaxed, relax
+from ebbtide.planner.result import UnsolvedError
 from ebbtide.planner.solve import plan_for_budget
 from ebbtide.workload import Outside, Workload
 from tests.corpus import CORPUS
@@ -200,7 +203,7 @@ def test_there_is_none_where_what_is_used_at_once_does_not_fit() -> None:
 
 def test_a_solver_out_of_time_says_so() -> None:
     workload = CORPUS["llama-8b/8k"]
-    with pytest.raises(TimeoutError, match=r"the solver did not finish in 0\.0 s"):
+    with pytest.raises(UnsolvedError, match=r"the solver did not finish in 0\.0 s"):
         solve(workload, caps_for(workload, 0.25), time_limit_s=0.0)
 
 
@@ -215,3 +218,23 @@ def test_the_disk_is_slower_than_the_host_and_better_than_nothing() -> None:
     both = solved(workload, replace(least, host_bytes=2 * GB, disk_bytes=TIB), machine).step_ns
     host = solved(workload, replace(least, host_bytes=TIB, disk_bytes=TIB), machine).step_ns
     assert host < both < disk < nothing
+
+
+def test_a_solver_that_gives_up_is_not_taken_for_infeasible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else a number that the solver stumbles over would read as "no plan fits"."""
+
+    def give_up(*_: object, **__: object) -> OptimizeResult:
+        return OptimizeResult(status=4, message="numerical difficulties")
+
+    monkeypatch.setattr(relax_module, "linprog", give_up)
+    with pytest.raises(UnsolvedError, match="the solver gave up: numerical difficulties"):
+        relax(
+            compile_chain(CORPUS["gpt2/8k"]),
+            tuple(make_menu(block) for block in compile_chain(CORPUS["gpt2/8k"]).classes),
+            MACHINE,
+            Caps(device_bytes=2**40, host_bytes=2**40, disk_bytes=0),
+            num_slots=1,
+            time_limit_s=5.0,
+        )

@@ -17,7 +17,7 @@ from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.chain import compile_chain
-from ebbtide.planner.result import Code, Outcome
+from ebbtide.planner.result import Code, Outcome, UnsolvedError
 from ebbtide.planner.solve import BUDGET_PLANNERS, plan_for_budget
 from ebbtide.units import format_bytes
 from ebbtide.workload import Outside, Workload
@@ -353,7 +353,7 @@ def planned_alike(left: Plan, right: Plan) -> bool:
 
 
 def raise_timeout(*_: object, **__: object) -> None:
-    raise TimeoutError("the solver did not finish in 5.0 s")
+    raise UnsolvedError("the solver did not finish in 5.0 s")
 
 
 @pytest.mark.parametrize("planner", ["lp", "uniform"])

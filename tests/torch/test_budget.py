@@ -89,6 +89,7 @@ def run_counted(
     monkeypatch: pytest.MonkeyPatch,
     *,
     num_steps: int = 6,
+    decide: dict[str, str] | None = None,
 ) -> Run:
     """Train with a counted allocator, every op taking the same time; the tide is closed."""
     model = seeded(build)
@@ -104,7 +105,8 @@ def run_counted(
     monkeypatch.setattr(_attach, "meter_of", meter_of)
     trace, optimizer = Trace(), sgd(model)
     peak_bytes = 0
-    with attach(model, budget=budget, disk=f"{folder}:200MiB", min_bytes=1024) as tide:
+    disk = f"{folder}:200MiB"
+    with attach(model, budget=budget, disk=disk, min_bytes=1024, decide=decide) as tide:
         for index in range(num_steps):
             torch.manual_seed(1000 + index)
             with allocator:
@@ -219,14 +221,31 @@ def test_a_budget_that_nothing_keeps_to_is_refused_before_a_planned_step(tmp_pat
     )
 
 
+def hooks_of_a_step(model: nn.Module) -> list[int]:
+    """Count the hooks on the outputs of a model's blocks, in a forward pass."""
+    found: list[int] = []
+
+    def count(module: nn.Module, args: Any, output: Tensor) -> None:
+        found.append(len(output._backward_hooks or ()))  # pyright: ignore[reportPrivateUsage]
+
+    blocks = [*model.get_submodule("blocks").children()][1:]
+    handles = [block.register_forward_hook(count) for block in blocks]
+    model(features())
+    for handle in handles:
+        handle.remove()
+    return found
+
+
 def test_where_everything_fits_nothing_is_recorded(tmp_path: Path) -> None:
     model = seeded(lambda: Stack(Gated, 4))
     with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB") as tide:
         got = train(model, feature_step, num_steps=5)
+        num_hooks = hooks_of_a_step(model)
         tide.reset_statistics()
         train(model, feature_step, num_steps=1)
         counts, plan = tide.statistics(), tide.plan
     assert plan is not None and set(plan.decisions.values()) == {Decision.KEEP}
+    assert num_hooks == [0, 0, 0]
     assert counts.moved_out_bytes == counts.num_recomputed_ops == 0
     assert differences(got, train(seeded(lambda: Stack(Gated, 4)), feature_step, num_steps=5)) == []
 
@@ -304,6 +323,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(tmp_path: Path) -> None:
         ({"budget": "1 parsec"}, "cannot read '1 parsec' as a budget"),
         ({"budget": "101%"}, "more than the device has"),
         ({"plan": "recompute", "decide": {"*": "KEEP"}}, "decide= was given without a budget"),
+        ({"plan": "recompute", "planner": "greedy"}, "planner= was given without a budget"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
@@ -327,9 +347,15 @@ def test_the_prediction_is_corrected_by_what_steps_took(
     def build() -> nn.Module:
         return Stack(Gated, 6)
 
-    before = run_counted(build, feature_step, 2**30, tmp_path, monkeypatch, num_steps=4)
+    def run(num_steps: int) -> Run:
+        return run_counted(
+            build, feature_step, 2**30, tmp_path, monkeypatch,
+            num_steps=num_steps, decide={"*": "RECOMPUTE"},
+        )  # fmt: skip
+
+    before = run(4)
     num_steps = 3 + NUM_SKIPPED + NUM_STEPS + 1  # the plan is made within the third
-    after = run_counted(build, feature_step, 2**30, tmp_path, monkeypatch, num_steps=num_steps)
+    after = run(num_steps)
     assert before.tide.plan is not None and after.tide.plan is not None
     assert before.tide.plan.predicted_step_ns > 1_000_000
     # Between the two marks of a step lies one tick of the meter.
@@ -371,13 +397,7 @@ class Exhausted(nn.Module):
         return h_BTD + torch.tanh(self.linear(h_BTD))
 
 
-def test_an_out_of_memory_error_says_what_was_predicted_and_plans_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def allocated(*_: Any) -> int:
-        return 2**20
-
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", allocated)
+def test_an_out_of_memory_error_says_what_was_predicted_and_plans_anew(tmp_path: Path) -> None:
     model = seeded(lambda: Stack(Exhausted, 4))
 
     def step(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from ebbtide.naming import nearest
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.chain import BlockClass, compile_chain
 from ebbtide.planner.menu import make_option
-from ebbtide.planner.space import MIN_BYTES
+from ebbtide.planner.named import MIN_BYTES
 from ebbtide.units import format_bytes
 from ebbtide.workload import Workload
 

@@ -6,8 +6,7 @@ the link is busy from the start. *Bytes*: what is evicted is taken from the firs
 that leaves earliest and is needed last. Every candidate is a point of this plane; which is best for
 a budget is for a planner to find.
 
-Steps in the first block first cost 1.4 % of a step more where the link is full (80 blocks of the
-Llama-3-8B shape, 8k tokens, 25 GB/s, room for 12 %; modelled).
+With steps in the first block first, early blocks store little and the link idles while they run.
 """
 
 from itertools import pairwise

@@ -21,9 +21,14 @@ from ebbtide.machine import Machine
 from ebbtide.planner.caps import Caps, link_rates, slowdowns
 from ebbtide.planner.chain import BlockClass, Chain
 from ebbtide.planner.menu import Option
+from ebbtide.planner.result import UnsolvedError
 
 # Bytes and nanoseconds are scaled to GB and ms, so that the solver's tolerances mean something.
 _BYTES, _NS = 1e9, 1e6
+
+
+# What scipy's linprog says.
+TIME_IS_UP, INFEASIBLE = 1, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +93,7 @@ def relax(
         time_limit_s: For the solver.
 
     Raises:
-        TimeoutError: The solver did not finish in time.
+        UnsolvedError: The solver did not finish in time, or gave up.
     """
     return _Program(chain, menus, machine, caps, num_slots).solve(time_limit_s)
 
@@ -149,10 +154,12 @@ class _Program:
             method="highs",
             options={"time_limit": time_limit_s},
         )
-        if result.status == 1:
-            raise TimeoutError(f"the solver did not finish in {time_limit_s} s")
-        if result.status != 0:
+        if result.status == INFEASIBLE:
             return None
+        if result.status == TIME_IS_UP:
+            raise UnsolvedError(f"the solver did not finish in {time_limit_s} s")
+        if result.status != 0:
+            raise UnsolvedError(f"the solver gave up: {result.message}")
         found = np.asarray(result.x)
         spent = float(found[self._lengths].sum()) * _NS
         return Relaxed(

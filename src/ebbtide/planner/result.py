@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from ebbtide.plan import Plan
 
 
+class UnsolvedError(Exception):
+    """A solver cannot say what the optimum is, nor that there is none."""
+
+
 @enum.unique
 class Code(enum.Enum):
     """How planning ended."""

@@ -21,9 +21,10 @@ from ebbtide.planner.caps import Caps
 from ebbtide.planner.chain import Chain, compile_chain
 from ebbtide.planner.greedy import plan_greedily
 from ebbtide.planner.layout import Treatment
+from ebbtide.planner.named import MIN_BYTES
 from ebbtide.planner.pins import resolve_pins
-from ebbtide.planner.result import Code, Outcome
-from ebbtide.planner.space import MIN_BYTES, Space
+from ebbtide.planner.result import Code, Outcome, UnsolvedError
+from ebbtide.planner.space import Space
 from ebbtide.planner.uniform import plan_uniformly
 from ebbtide.units import format_bytes
 from ebbtide.workload import Workload
@@ -162,7 +163,7 @@ class _Solver:
                 num_slots=6 if num_blocks <= _FINE_BLOCKS else 1,
                 time_limit_s=self._time_limit_s,
             )
-        except TimeoutError as error:
+        except UnsolvedError as error:
             log.warning("%s; the greedy planner plans instead", error)
             self._planner = "greedy" if self._planner == "lp" else self._planner
             return self._find_without_solver(caps), bound_ns

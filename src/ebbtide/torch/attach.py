@@ -33,6 +33,7 @@ from ebbtide.torch.hooks import install
 from ebbtide.torch.internals import is_compiled
 from ebbtide.torch.maker import PlanMaker
 from ebbtide.torch.runtime import Runtime
+from ebbtide.torch.tiers import HostRegion
 from ebbtide.units import format_bytes, parse_bytes, parse_path_and_cap
 from ebbtide.workload import Workload
 
@@ -44,6 +45,9 @@ DISABLE_VARIABLE: Final = "EBBTIDE_DISABLE"
 DEFAULT_PLAN: Final = "balanced"
 """For `attach` without a plan and without a budget."""
 
+DEFAULT_PLANNER: Final = "lp"
+"""For `attach` with a budget."""
+
 
 def attach(
     model: nn.Module,
@@ -54,7 +58,7 @@ def attach(
     disk: str | None = None,
     blocks: str | Sequence[str] | None = None,
     decide: Mapping[str, str | Decision] | None = None,
-    planner: str = "lp",
+    planner: str | None = None,
     min_bytes: int = MIN_BYTES,
 ) -> Tide:
     """Let a model's activations leave the device in forward and come back for backward.
@@ -83,7 +87,7 @@ def attach(
             the longest run of modules of one class.
         decide: With a budget: decisions to keep to, by pattern over activation names, such as
             `{"*.mlp.*": "RECOMPUTE"}`; later patterns win.
-        planner: With a budget: one of `ebbtide.planner.BUDGET_PLANNERS`.
+        planner: With a budget: one of `ebbtide.planner.BUDGET_PLANNERS`. Default: `lp`.
         min_bytes: Activations of fewer bytes are never moved.
 
     Returns:
@@ -109,10 +113,18 @@ def attach(
             f"plan={name!r} and budget={budget!r} were both given; a budget makes the plan. "
             "Give one of them."
         )
-    if budget is None and decide is not None:
-        raise ValueError("decide= was given without a budget; named plans take no decisions.")
+    for name, value in {"decide": decide, "planner": planner}.items():
+        if budget is None and value is not None:
+            raise ValueError(
+                f"{name}= was given without a budget, and only the planner for a budget takes it. "
+                "Give budget=, or leave it out."
+            )
     given = DEFAULT_PLAN if plan is None else plan
-    wish = None if budget is None else _Wish(budget=budget, decide=decide, planner=planner)
+    wish = (
+        None
+        if budget is None
+        else _Wish(budget=budget, decide=decide, planner=planner or DEFAULT_PLANNER)
+    )
     tide = _Attachment(model, given, wish, host, disk, blocks, min_bytes).run()
     _attached[model] = tide
     return tide
@@ -193,16 +205,18 @@ class Tide:
     @property
     def host_taken_bytes(self) -> int:
         """Pinned host memory that is taken from the system now."""
-        traffic = None if self._runtime is None else self._runtime.traffic
-        host = None if traffic is None else traffic.tiers.host
+        host = self._host_region()
         return 0 if host is None else host.buffer.numel()
 
     @property
     def host_region_address(self) -> int:
         """Where the pinned host region starts; it stays the same within a step."""
-        traffic = None if self._runtime is None else self._runtime.traffic
-        host = None if traffic is None else traffic.tiers.host
+        host = self._host_region()
         return 0 if host is None else host.buffer.data_ptr()
+
+    def _host_region(self) -> HostRegion | None:
+        tiers = None if self._runtime is None else self._runtime.tiers
+        return None if tiers is None else tiers.host
 
     def reset_statistics(self) -> None:
         """Start counting anew."""
@@ -253,7 +267,10 @@ class Tide:
         if self._runtime is not None:
             self._runtime.close()
             if self._runtime.traffic is not None:
-                self._runtime.traffic.close()
+                self._runtime.traffic.bury()
+            if self._runtime.tiers is not None:
+                # Also where the plan of the last batch moved nothing, and that of another did.
+                self._runtime.tiers.close()
         if self._disk is not None:
             self._disk.close()
         for model in [m for m, t in _attached.items() if t is self]:

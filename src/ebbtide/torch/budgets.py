@@ -166,13 +166,15 @@ class BudgetPlanner:
         Returns:
             What was predicted against what was, for people.
         """
-        over = max(0, actual_bytes - plan.peak_bytes)
         budget = self.budget_bytes
+        over = max(0, actual_bytes - plan.peak_bytes)
         self._less_bytes += over + int(budget * OOM_SHARE)
+        # On the CPU no allocator counts.
+        actual = f"; {format_bytes(actual_bytes)} were allocated then" if actual_bytes else ""
         return (
             f"ebbtide predicted a peak of {format_bytes(plan.peak_bytes)} for a budget of "
-            f"{format_bytes(budget)}; {format_bytes(actual_bytes)} were allocated when memory ran "
-            f"out. The next step is planned for {format_bytes(self.budget_bytes)}."
+            f"{format_bytes(budget)}, and memory ran out{actual}. The next step is planned for "
+            f"{format_bytes(self.budget_bytes)}."
         )
 
 

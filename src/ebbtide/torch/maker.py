@@ -86,7 +86,12 @@ class PlanMaker:
         if key is None or key != self._observed_shape:
             return None
         paced, better = self._budgets.correct(workload, plan, measured_ns)
-        is_same = better.decisions == plan.decisions and better.fetch_at == plan.fetch_at
+        # What the traffic was made from; the predictions alone may differ.
+        is_same = (better.decisions, better.release_at, better.fetch_at) == (
+            plan.decisions,
+            plan.release_at,
+            plan.fetch_at,
+        )
         traffic = self._made[key][1]
         if not is_same:
             traffic = self._traffic(better, Anchors.of(better, paced))
@@ -103,7 +108,9 @@ class PlanMaker:
         self._made.clear()
         if self._budgets is None or self._now is None:
             return ""
-        return self._budgets.shrink(self._now, torch.cuda.max_memory_allocated(self._device))
+        is_cuda = self._device.type == "cuda"
+        actual_bytes = torch.cuda.max_memory_allocated(self._device) if is_cuda else 0
+        return self._budgets.shrink(self._now, actual_bytes)
 
     def make_plan(self, workload: Workload) -> tuple[Plan, Traffic | None]:
         """Make the plan once the model was observed."""
@@ -144,6 +151,8 @@ class PlanMaker:
         if self._tiers is None:
             self._tiers = Tiers(host=None, disk=self._disk, make_host=pin_host_region)
             self._tiers.host_cap_bytes = self._host_cap
+            if self._budgets is not None:
+                self._tiers.host_cap_bytes = self._budgets.machine.host_bytes_per_rank
         tiers = self._tiers
         taken = 0 if tiers.host is None else tiers.host.buffer.numel()
         if plan.host_bytes and host_bytes > taken:

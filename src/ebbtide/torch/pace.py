@@ -28,6 +28,11 @@ class Pace:
         self._spans: list[tuple[Mark, Mark]] = []
         self._num_started = 0
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a step is timed now, and its end is wanted."""
+        return self._start is not None
+
     def start(self, plan: Plan) -> None:
         """Note that the model's forward starts, under `plan`."""
         if plan is not self._plan:

@@ -34,7 +34,8 @@ DISK_BYTES = 64 * 2**20
 """Written and read in one timing: 0.3 s at 0.2 GB/s."""
 
 SLOWDOWN_PPM = 15_000
-"""Not probed: a matrix product ran 3 % slower beside copies both ways (one H200, PCIe 5 x16)."""
+"""Not probed: a matrix product ran 3 % slower beside copies both ways (one H200, PCIe 5 x16), and
+half of that is assumed for each way."""
 
 # The first one pays for what the driver sets up, and is not counted.
 _NUM_COPIES = 3

@@ -45,6 +45,7 @@ from ebbtide.torch.pace import Pace
 from ebbtide.torch.record import Handle, Record
 from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
 from ebbtide.torch.tape import Tape, restore_alias
+from ebbtide.torch.tiers import Tiers
 from ebbtide.torch.traffic import Traffic
 from ebbtide.workload import Block, Workload
 
@@ -82,6 +83,8 @@ class Runtime:
         self.plan: Plan | None = None
         self.workload: Workload | None = None
         self.traffic: Traffic | None = None
+        self.tiers: Tiers | None = None
+        """Those of the traffic of now, or of the last plan that moved something."""
         self.ledger = ledger
         self.is_closed = False
         self._model = weakref.ref(model)
@@ -129,7 +132,8 @@ class Runtime:
         with self._lock:
             self._start_measuring()
             self._is_announced = True
-            if self._pace is not None and self.plan is not None:
+            # A plan that keeps all costs nothing, not even a hook on a tensor.
+            if self._pace is not None and self.plan is not None and not _keeps_all(self.plan):
                 self._pace.start(self.plan)
             model = self._model()
             if self.stopwatch is not None and model is not None:
@@ -192,6 +196,7 @@ class Runtime:
                 copies_inputs=state.is_input_written or state.observed is None,
                 is_checked=is_checked,
                 timer=timing,
+                has_moments=self.traffic is not None and self.traffic.anchors.has_releases,
             )
             forward.tape = tape
             forward.stack.enter_context(tape)
@@ -216,7 +221,7 @@ class Runtime:
         is_turn = is_last and torch.is_grad_enabled() and not is_in_backward()
         if is_turn and self.traffic is not None:
             self._turn(self.traffic, output)
-        if is_turn and self._pace is not None and self.plan is not None:
+        if is_turn and self._pace is not None and self._pace.is_running:
             _hook_first(output, _caller_of(self, Runtime._end_step))
         if is_turn and self.stopwatch is not None and self.stopwatch.is_running:
             with self._lock:
@@ -327,9 +332,9 @@ class Runtime:
                     previous.drop_device_copies()
                 self._restoring = weakref.ref(record)
             self._note_writes()
-            if record.traffic is not None and record.forward_pass is not None:
-                activation = record.holder_of(packed).activation
-                record.traffic.reach_use(record.forward_pass, activation)
+            traffic = record.traffic
+            if traffic is not None and traffic.anchors.has_fetches and record.forward_pass:
+                traffic.reach_use(record.forward_pass, record.holder_of(packed).activation)
             before = record.num_replayed_calls
             try:
                 tensor = record.restore(packed)
@@ -479,6 +484,7 @@ class Runtime:
     def _take_plan(self, plan: Plan, traffic: Traffic | None) -> None:
         self.plan, self.traffic = plan, traffic
         if traffic is not None:
+            self.tiers = traffic.tiers
             traffic.start_pass()
         log.info("plan %s: %d decisions", plan.name, len(plan.decisions))
 
@@ -546,6 +552,10 @@ class Runtime:
             model = self._model()
             self._model_storages = {} if model is None else storages_of(model)
         return self._model_storages | storages_of(block)
+
+
+def _keeps_all(plan: Plan) -> bool:
+    return all(decision is Decision.KEEP for decision in plan.decisions.values())
 
 
 def _caller_of(runtime: Runtime, method: Callable[[Runtime], None]) -> Callable[..., None]:

@@ -84,6 +84,8 @@ class Tape(TorchDispatchMode):
         copies_inputs: Hold block inputs as copies, because the model writes to them later.
         is_checked: Keep the real tensors, for `Record.check`.
         timer: Measures the calls.
+        has_moments: The plan lets evictions go at calls of its own choice: the policy is told
+            which call comes. Else it is not, which saves time in each call.
     """
 
     supports_higher_order_operators = True
@@ -107,6 +109,7 @@ class Tape(TorchDispatchMode):
         copies_inputs: bool,
         is_checked: bool,
         timer: CallTimer | None = None,
+        has_moments: bool = False,
     ) -> None:
         super().__init__()
         self.record = record
@@ -119,6 +122,7 @@ class Tape(TorchDispatchMode):
         self._scope = scope
         self.is_checked = is_checked
         self._timer = timer
+        self._has_moments = has_moments
         self._by_storage: dict[int, Node] = {}
         self._storages: list[StorageRef] = []
         self._copies_inputs = copies_inputs
@@ -161,7 +165,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if facts.is_view:
             return func(*args, **kwargs)
-        self._reach_call(func)
+        if self._has_moments:
+            self._reach_call(func)
         if facts.written_positions or facts.written_names:
             return self._write(func, facts, args, kwargs)
         result = self._run(func, args, kwargs)
@@ -350,7 +355,8 @@ class Tape(TorchDispatchMode):
             role, name = Role.PARAMETER, "parameter"
         elif key in self._inputs and tensor.device == self._device:
             role, name = Role.INPUT, self._unique(f"{self.record.block}:input")
-            self._policy.reach(name)
+            if self._has_moments:
+                self._policy.reach(name)
         else:
             role, name = Role.SHARED, "shared"
         node = self._new_node(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
@@ -423,7 +429,8 @@ class Tape(TorchDispatchMode):
         base = path if is_leaf and is_matmul else f"{path}:{op.strip('_')}"
         name = self._unique(base)
         names.append((func, base, name))
-        self._policy.reach(name)
+        if self._has_moments:
+            self._policy.reach(name)
         return name
 
     def _unique(self, name: str) -> str:

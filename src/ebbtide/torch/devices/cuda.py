@@ -123,7 +123,8 @@ class CudaDevice(AbstractDevice):
 
 
 PAUSE_CYCLES = 40_000_000
-"""20 ms at 2 GHz: the CPU took up to 15 ms to queue a block with all marks (one H200 host)."""
+"""20 ms at 2 GHz: an estimate of what the CPU takes to queue a block with all its marks. Where that
+is too short, the times hold some of the CPU's."""
 
 
 class CudaMeter(AbstractMeter):
@@ -156,7 +157,7 @@ class CudaMeter(AbstractMeter):
         return peak
 
     def _allocated(self, what: str) -> int:
-        # `memory_allocated` sorts all counters into a new table first: ten times the time.
+        # `memory_allocated` sorts all counters into a new table first.
         counters: Any = torch.cuda.memory_stats_as_nested_dict(self._device)
         return counters["allocated_bytes"]["all"][what] if counters else 0
 
