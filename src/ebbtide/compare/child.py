@@ -258,11 +258,11 @@ def make_optimizer(model: torch.nn.Module, kind: Optimizer) -> torch.optim.Optim
 
 def make_deterministic(*, is_strict: bool) -> None:
     """Let the same step give the same bits, in this process from now on."""
-    # Where torch may only warn, FlashAttention's backward adds up in varying order.
+    # Where torch may only warn, the backward of FlashAttention and of the memory-efficient kernel
+    # adds up in varying order.
     torch.use_deterministic_algorithms(True, warn_only=not is_strict)
-    # The backward kernels of these two always do.
+    # cuDNN's does in any case.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
     # Filling every new tensor with NaN would be timed as if training did it.
     deterministic: Any = torch.utils.deterministic
     deterministic.fill_uninitialized_memory = False
