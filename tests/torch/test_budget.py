@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
@@ -78,6 +78,8 @@ class Run:
     trace: Trace
     peak_bytes: int
     """Of the last step, counted."""
+    largest_bytes: list[int]
+    """The peak of each step."""
     tide: Tide
 
 
@@ -105,21 +107,24 @@ def run_counted(
     monkeypatch.setattr(_attach, "meter_of", meter_of)
     trace, optimizer = Trace(), sgd(model)
     peak_bytes = 0
+    largest_bytes: list[int] = []
     disk = f"{folder}:200MiB"
     with attach(model, budget=budget, disk=disk, min_bytes=1024, decide=decide) as tide:
         for index in range(num_steps):
             torch.manual_seed(1000 + index)
             with allocator:
                 allocator.take_peak_bytes()
+                allocator.largest_bytes = 0
                 loss = step(model, index)
                 peak_bytes = allocator.take_peak_bytes()
+                largest_bytes.append(allocator.largest_bytes)
             trace.add(f"{index}: loss", loss)
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     trace.add(f"{index}: gradient of {name}", parameter.grad)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-    return Run(trace=trace, peak_bytes=peak_bytes, tide=tide)
+    return Run(trace=trace, peak_bytes=peak_bytes, largest_bytes=largest_bytes, tide=tide)
 
 
 def plain(build: Any, step: Any, *, num_steps: int = 6) -> Trace:
@@ -202,6 +207,30 @@ def test_the_peak_of_a_step_is_the_planned_one_and_within_the_budget(
         assert run.tide.statistics().num_kept_not_understood == ()
         plans.add(plan.to_json())
     assert len(plans) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "stack"])
+def test_no_step_takes_more_than_a_budget_that_full_recomputation_keeps_to(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that observe, measure and check included; the disk is slow, so that much is kept."""
+    slow = replace(MACHINE, disk_write_bytes_per_s=10**6, disk_read_bytes_per_s=10**6)
+
+    def probe(*_: Any, **__: Any) -> Machine:
+        return slow
+
+    monkeypatch.setattr(_budgets, "probe_machine", probe)
+    build, step = {
+        "llama": (lambda: models.llama(num_layers=6).to(torch.bfloat16), language_step),
+        "stack": (lambda: Stack(Gated, 8), feature_step),
+    }[name]
+    pins = {"*": "RECOMPUTE"}
+    run = run_counted(build, step, 2**30, tmp_path, monkeypatch, decide=pins)
+    recomputed_bytes = run.largest_bytes[-1]
+    for share in (100, 103, 106, 115, 130):
+        budget = recomputed_bytes * share // 100
+        run = run_counted(build, step, budget, tmp_path, monkeypatch)
+        assert max(run.largest_bytes) <= budget, share
 
 
 def test_a_budget_that_nothing_keeps_to_is_refused_before_a_planned_step(tmp_path: Path) -> None:

@@ -251,6 +251,8 @@ class Allocator(TorchDispatchMode):
         super().__init__()
         self._alive: dict[int, tuple[StorageRef, int]] = {}
         self._peak_bytes = 0
+        self.largest_bytes = 0
+        """The most since it was last set; nobody else's reading of the peak ends it."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._add(tensor)
 
@@ -280,6 +282,7 @@ class Allocator(TorchDispatchMode):
                     self._add(leaf)
             total_bytes = sum(num_bytes for _, num_bytes in self._alive.values())
             self._peak_bytes = max(self._peak_bytes, total_bytes)
+            self.largest_bytes = max(self.largest_bytes, total_bytes)
         return result
 
 

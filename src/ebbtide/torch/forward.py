@@ -89,6 +89,11 @@ class Policy:
             return otherwise, None
         return decision, place
 
+    def is_kept_by_plan(self, name: str) -> bool:
+        if self._plan is None or name in self._unsafe:
+            return False
+        return self._plan.decision(name) is Decision.KEEP
+
     def reach(self, group: str) -> None:
         if self._traffic is not None:
             self._traffic.reach_call(group)

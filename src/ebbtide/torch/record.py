@@ -67,7 +67,7 @@ class Node:
     __slots__ = (
         "activation", "call", "decision", "group", "index", "is_copy", "is_root", "kept", "kind",
         "layout", "memo", "name", "num_bytes", "num_left", "num_packs", "num_uses", "op", "pieces",
-        "place", "role", "slot", "version",
+        "place", "role", "slot", "until_check", "version",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +111,8 @@ class Node:
         """`kept` is a copy of our own: later writes to the original do not reach it."""
         self.is_root = False
         """Some call that may be replayed reads it."""
+        self.until_check = False
+        """The plan keeps it, but this forward is checked, and backward makes it again."""
         self.pieces: dict[Layout, int] | None = None
         """Saved views that cover less than half of it, and how often each was saved."""
 
@@ -192,19 +194,13 @@ class Record:
         for node in list(self.nodes):
             if node is not None and node.pieces and node.slot is None:
                 self._seal_pieces(node)
-        needed = self._needed_calls()
-        num_uses = [0] * len(self.nodes)
-        for index in needed:
-            call = self.calls[index]
-            assert call is not None
-            for i in call.inputs:
-                num_uses[i] += 1
+        needed = self._needed_calls(is_after_check=True)
+        self._count_uses(needed)
         self.calls = [c if i in needed else None for i, c in enumerate(self.calls)]
         for index, node in enumerate(self.nodes):
             if node is None:
                 continue
-            num_uses[index] += node.num_packs
-            is_needed = num_uses[index] > 0
+            is_needed = node.num_uses > 0
             if is_needed and node.place is not None and node.kept is not None:
                 self.evict(node)
             if node.place is not None:
@@ -213,11 +209,28 @@ class Record:
                 node.place = None
             if not is_needed:
                 self.nodes[index] = None
-            node.num_uses = node.num_left = num_uses[index]
+        if self.is_checked:
+            self._count_uses(self._needed_calls(is_after_check=False))
 
-    def _needed_calls(self) -> set[int]:
+    def _count_uses(self, needed: AbstractSet[int]) -> None:
+        num_uses = [0] * len(self.nodes)
+        for index in needed:
+            call = self.calls[index]
+            assert call is not None
+            for i in call.inputs:
+                num_uses[i] += 1
+        for node, num in zip(self.nodes, num_uses, strict=True):
+            if node is not None:
+                node.num_uses = node.num_left = num + node.num_packs
+
+    def _needed_calls(self, *, is_after_check: bool) -> set[int]:
+        """Return the calls that backward replays; after a check more, since less is kept."""
+
+        def is_there(node: Node) -> bool:
+            return node.is_stored and not (is_after_check and node.until_check)
+
         needed: set[int] = set()
-        todo = [n for n in self.nodes if n is not None and n.num_packs and not n.is_stored]
+        todo = [n for n in self.nodes if n is not None and n.num_packs and not is_there(n)]
         while todo:
             node = todo.pop()
             assert node.call >= 0, f"bug in ebbtide: {node.name} is neither stored nor replayable"
@@ -226,7 +239,7 @@ class Record:
             needed.add(node.call)
             call = self.calls[node.call]
             assert call is not None
-            todo += [n for n in map(self.node, call.inputs) if not n.is_stored]
+            todo += [n for n in map(self.node, call.inputs) if not is_there(n)]
         return needed
 
     def _seal_pieces(self, node: Node) -> None:
@@ -310,13 +323,17 @@ class Record:
             and node.role in ACTIVATION_ROLES
         )
 
-    def check(self, real: Sequence[tuple["Handle", Tensor]]) -> list[Node]:
-        """Compare what backward would get with the real tensors, bit for bit.
+    def check(self, real: list[tuple["Handle", Tensor]]) -> list[tuple[Node, Tensor]]:
+        """Compare what backward would get with the real tensors, bit for bit; empties `real`.
 
-        Waits for the device. Returns the nodes that came back different.
+        Waits for the device. Each real tensor is let go once it was compared, small ones of what
+        was evicted first, so that little more is held than the real tensors alone. Returns the
+        nodes that came back different, with what should have come.
         """
-        wrong: dict[int, Node] = {}
-        for handle, tensor in real:
+        wrong: dict[int, tuple[Node, Tensor]] = {}
+        real.sort(key=lambda pair: self._order_in_check(pair[0]), reverse=True)
+        while real:
+            handle, tensor = real.pop()
             node = self.holder_of(handle)
             if node.kept is not None:
                 continue
@@ -324,20 +341,40 @@ class Record:
                 assert self.traffic is not None, "bug in ebbtide"
                 self.traffic.release(node.slot)  # so that the bytes make the whole way
             if tensor._version != handle.version:
-                wrong[node.index] = node  # what was saved is no more: `restore` says so
+                # What was saved is no more: `restore` says so.
+                wrong.setdefault(node.index, (node, tensor))
                 continue
             try:
                 restored = self.restore(handle)
             except StorageFreedError:
-                wrong[node.index] = node
+                wrong.setdefault(node.index, (node, tensor))
                 continue
             is_piece = node.index != handle.node
             if not have_equal_bits(restored, tensor) or not (
                 is_piece or Layout.of(restored) == handle.layout
             ):
-                wrong[node.index] = node
+                wrong.setdefault(node.index, (node, tensor))
+            del tensor, restored
         self.drop_device_copies()
         return list(wrong.values())
+
+    def _order_in_check(self, handle: "Handle") -> tuple[bool, int, int]:
+        node = self.holder_of(handle)
+        is_away = node.slot is not None
+        return not is_away, node.num_bytes if is_away else 0, node.index
+
+    def end_check(self) -> None:
+        """Let go of what the plan keeps and backward can make again.
+
+        A checked forward holds real tensors beside what it stores, so it takes more memory than
+        the plan says, unless earlier blocks hold less.
+        """
+        for node in self.nodes:
+            if node is not None and node.until_check and node.decision is Decision.KEEP:
+                node.until_check = False
+                if node.kept is not None and not node.is_copy:
+                    node.kept, node.decision = None, Decision.RECOMPUTE
+        self._count_uses(self._needed_calls(is_after_check=False))
 
     def keep_instead(self, node: Node, real: Tensor) -> None:
         """Hold `real` for what could not be brought back (design rule 11)."""

@@ -175,6 +175,8 @@ class Runtime:
                 return
             is_checked = all(plan is not self.plan for plan in state.checked_plans)
             record = Record(state.path, self.traffic, is_checked=is_checked)
+            if is_checked and record.forward_pass is not None:
+                record.forward_pass.is_checked = True
             policy = Policy(self.plan, self.traffic, self.ledger, state.unsafe)
             timing = None
             if self.stopwatch is not None and not is_in_backward():
@@ -532,10 +534,8 @@ class Runtime:
         return all(d is Decision.KEEP for d in decisions)
 
     def _check(self, state: BlockState, record: Record, tape: Tape) -> None:
-        wrong = record.check(tape.real)
-        for node in wrong:
+        for node, real in record.check(tape.real):
             state.unsafe.add(node.name)
-            real = next(t for h, t in tape.real if record.holder_of(h) is node)
             record.keep_instead(node, real)
             self.ledger.count_kept_not_understood("did not come back bit for bit")
             log.warning(
@@ -545,6 +545,7 @@ class Runtime:
                 node.name,
                 node.op or "code outside the block",
             )
+        record.end_check()
         state.checked_plans.append(self.plan)
 
     def _parameter_storages(self, state: BlockState, block: nn.Module) -> dict[int, Tensor]:

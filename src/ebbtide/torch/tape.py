@@ -41,6 +41,10 @@ class Policy(Protocol):
         """Return the decision, with room reserved where it is HOST or DISK."""
         ...
 
+    def is_kept_by_plan(self, name: str) -> bool:
+        """Return whether a plan keeps a storage that could be made again."""
+        ...
+
     def reach(self, group: str) -> None:
         """Note that the call that makes `group` runs next, or where that is not known, ran."""
         ...
@@ -227,7 +231,15 @@ class Tape(TorchDispatchMode):
             node.call = call_index
             if self.is_checked:
                 node.layout = Layout.of(output)
-            is_recomputed = is_recomputed or node.decision is Decision.RECOMPUTE
+                node.until_check = (
+                    node.role is Role.COMPUTED
+                    and is_replayable
+                    and not is_opaque_seed
+                    and self._policy.is_kept_by_plan(node.name)
+                )
+            is_recomputed = (
+                is_recomputed or node.decision is Decision.RECOMPUTE or node.until_check
+            )
             numbers.append(node.index)
         if is_replayable:
             call = Call(func, call_args, call_kwargs, tuple(inputs), tuple(numbers))

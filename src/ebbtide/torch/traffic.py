@@ -113,9 +113,12 @@ class Pass:
     the other (design rule 4). It dies with its slots and records.
     """
 
-    __slots__ = ("__weakref__", "_reached", "_slots", "_waiting")
+    __slots__ = ("__weakref__", "_reached", "_slots", "_waiting", "is_checked")
 
     def __init__(self) -> None:
+        self.is_checked = False
+        """Some block of it is checked: backward then makes more again than the plan says, and
+        what would be fetched ahead has no room."""
         self._slots: list[weakref.ref[Slot]] = []
         self._waiting: deque[weakref.ref[Slot]] | None = None
         """In the order of their fetches; None until a backward starts."""
@@ -279,7 +282,7 @@ class Traffic:
             found = self._copy_across(found, owner, stream)
         if self.anchors.has_fetches:
             self._fetch_due(slot.forward_pass)
-        else:
+        elif not slot.forward_pass.is_checked:
             self.fetch_ahead(slot.index)
         return found
 
@@ -358,11 +361,12 @@ class Traffic:
         """
         if self.anchors.has_releases:
             self._settle_leaving()
-        if not self.anchors.has_fetches:
+        if self.anchors.has_fetches:
+            if forward_pass is not None:
+                forward_pass.rewind()
+                self._fetch_due(forward_pass)
+        elif forward_pass is None or not forward_pass.is_checked:
             self.fetch_ahead(index)
-        elif forward_pass is not None:
-            forward_pass.rewind()
-            self._fetch_due(forward_pass)
 
     def reach_use(self, forward_pass: Pass, activation: str) -> None:
         """Start the fetches that the plan starts when backward asks for `activation`."""
@@ -432,6 +436,8 @@ class Traffic:
             self._settle_oldest()
 
     def _fetch_due(self, forward_pass: Pass) -> None:
+        if forward_pass.is_checked:
+            return
         while (slot := forward_pass.next_due()) is not None:
             if not self.tiers.is_open(slot.copies.place.tier):
                 return
