@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from ebbtide.check import check_plan
 from ebbtide.errors import BudgetError, PlanError, RuntimeStateError
 from ebbtide.machine import Machine
-from ebbtide.plan import Decision
+from ebbtide.plan import Decision, Plan
 from ebbtide.torch import Tide, attach
 from ebbtide.torch.budgets import BudgetPlanner, Shape, bucket
 from ebbtide.torch.devices.fake import FakeMeter
 from ebbtide.torch.pace import NUM_SKIPPED, NUM_STEPS
+from ebbtide.torch.record import Record
 from tests.torch import models
 from tests.torch.models import Gated, Stack, features
 from tests.torch.test_observe import Allocator
@@ -426,22 +427,71 @@ class Exhausted(nn.Module):
         return h_BTD + torch.tanh(self.linear(h_BTD))
 
 
-def test_an_out_of_memory_error_says_what_was_predicted_and_plans_anew(tmp_path: Path) -> None:
+def exhausted_step(model: nn.Module) -> Tensor:
+    loss = model(features(2, 64, 16)).square().mean()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def attach_exhausted(model: nn.Module, folder: Path) -> Tide:
+    disk = f"{folder}:200MiB"
+    tide = attach(model, budget="10MiB", disk=disk, min_bytes=1024, decide={"*": "DISK"})
+    for _ in range(4):
+        exhausted_step(model)
+    return tide
+
+
+def test_a_forward_that_ran_out_of_memory_holds_nothing_and_the_next_plan_is_another(
+    tmp_path: Path,
+) -> None:
+    """Also while its error, and with it the graph, is alive; a whole forward before it stays."""
     model = seeded(lambda: Stack(Exhausted, 4))
-
-    def step(model: nn.Module) -> None:
-        model(features(2, 64, 16)).square().mean().backward()
-
-    with attach(model, budget="10MiB", disk=f"{tmp_path}:200MiB") as tide:
-        for _ in range(4):
-            step(model)
+    with attach_exhausted(model, tmp_path) as tide:
         before = tide.plan
-        Exhausted.is_full = True
+        loss = model(features(2, 64, 16)).square().mean()
+        held_bytes = tide.statistics().disk.held_bytes
+        handle = model.get_submodule("blocks.2").register_forward_pre_hook(fill_up)
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            step(model)
+            model(features(2, 64, 16))
+        handle.remove()
         Exhausted.is_full = False
         assert "ebbtide predicted a peak of" in "".join(caught.value.__notes__)
-        step(model)
-        after = tide.plan
-    assert before is not None and after is not None
-    assert after.budget_bytes < before.budget_bytes
+        assert tide.statistics().disk.held_bytes == held_bytes > 0
+        loss.backward()
+        del loss
+        assert tide.statistics().disk.held_bytes == 0
+        exhausted_step(model)
+        assert_is_more_frugal(tide, before)
+
+
+def fill_up(*_: Any) -> None:
+    Exhausted.is_full = True
+
+
+def test_a_backward_that_ran_out_of_memory_holds_nothing_and_the_next_plan_is_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeded(lambda: Stack(Exhausted, 4))
+    with attach_exhausted(model, tmp_path) as tide:
+        before = tide.plan
+        loss = model(features(2, 64, 16)).square().mean()
+        assert tide.statistics().disk.held_bytes > 0
+
+        def run_out(*_: Any) -> Tensor:
+            raise torch.OutOfMemoryError("told to run out")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Record, "_storage_of", run_out)
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                loss.backward(retain_graph=True)
+        assert "ebbtide predicted a peak of" in "".join(caught.value.__notes__)
+        assert tide.statistics().disk.held_bytes == 0
+        with pytest.raises(RuntimeStateError, match="was let go, because its step ran out"):
+            loss.backward()
+        exhausted_step(model)
+        assert_is_more_frugal(tide, before)
+
+
+def assert_is_more_frugal(tide: Tide, before: Plan | None) -> None:
+    assert tide.plan is not None and before is not None
+    assert tide.plan.budget_bytes < before.budget_bytes

@@ -8,12 +8,14 @@ something in it (design rule 4), and takes its device copies and places along.
 """
 
 import enum
+import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from ebbtide.errors import RuntimeStateError
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import Layout, bytes_of, have_equal_bits
@@ -23,6 +25,12 @@ from ebbtide.workload import OpKind
 FREED: Final = (
     "{name} in {block} was freed between forward and backward, and a recomputation needs it. "
     "Shard whole blocks with FSDP (one group a block), or keep this activation."
+)
+
+
+LET_GO: Final = (
+    "what autograd saved in {block} was let go, because its step ran out of memory. Run the step "
+    "again, forward and backward."
 )
 
 
@@ -160,6 +168,9 @@ class Record:
         self.forward_pass = None if traffic is None else traffic.forward_pass
         self.nodes: list[Node | None] = []
         self.calls: list[Call | None] = []
+        self.siblings: list[weakref.ref[Record]] = []
+        """The records of the same forward of the model, this one too."""
+        self.has_let_go = False
         self.num_replayed_calls = 0
         self.watch: ReplayWatch | None = None
         self._pieces: dict[tuple[int, Layout], int] = {}
@@ -294,6 +305,7 @@ class Record:
 
         Raises:
             RuntimeError: It was written to after it was saved, as torch itself says.
+            RuntimeStateError: All was let go.
         """
         node, layout = self.holder_of(handle), handle.layout
         if node.index != handle.node:  # a piece: a copy of our own, that nobody else writes to
@@ -312,6 +324,16 @@ class Record:
         for node in self.nodes:
             if node is not None:
                 self._drop(node)
+
+    def let_go(self) -> None:
+        """Drop all that is held, on the device and in the tiers: no backward comes any more."""
+        self.drop_device_copies()
+        self.has_let_go = True
+        for node in self.nodes:
+            if node is not None:  # a frame of an error may hold it
+                node.kept = node.slot = None
+        self.nodes.clear()
+        self.calls.clear()
 
     def replayed_bytes(self, in_use: AbstractSet[int]) -> int:
         """Return the bytes of replayed activations that are there, or that are `in_use`."""
@@ -385,6 +407,8 @@ class Record:
 
     def holder_of(self, handle: "Handle") -> Node:
         """Return the node that holds the bytes of a saved tensor."""
+        if self.has_let_go:
+            raise RuntimeStateError(LET_GO.format(block=self.block))
         return self.node(self._pieces.get((handle.node, handle.layout), handle.node))
 
     def _storage_of(self, node: Node) -> Tensor:

@@ -113,6 +113,8 @@ class Runtime:
         self._num_ooms = 0
         self._is_announced = False
         """The model's own hook has told of this forward."""
+        self._siblings: list[weakref.ref[Record]] = []
+        """Records of the model's forward that runs now, or ran last."""
         self._restoring: weakref.ref[Record] | None = None
         self._local = threading.local()
         self._model_storages: dict[int, Tensor] = {}
@@ -175,6 +177,10 @@ class Runtime:
                 return
             is_checked = all(plan is not self.plan for plan in state.checked_plans)
             record = Record(state.path, self.traffic, is_checked=is_checked)
+            if state.index == 0 and not is_in_backward():
+                self._siblings = []
+            self._siblings.append(weakref.ref(record))
+            record.siblings = self._siblings
             if is_checked and record.forward_pass is not None:
                 record.forward_pass.is_checked = True
             policy = Policy(self.plan, self.traffic, self.ledger, state.unsafe)
@@ -212,10 +218,11 @@ class Runtime:
     def leave(self, state: BlockState, output: Any) -> None:
         """End a block's forward, also when it raised; `output` is None then."""
         error = sys.exception() if output is None else None
+        failed = None if error is None or self._forward is None else self._forward.record
         self._end_record(state, has_failed=output is None)
         if isinstance(error, torch.OutOfMemoryError) and self.note_out_of_memory is not None:
             with self._lock, torch.no_grad():
-                error.add_note(self._run_out())
+                error.add_note(self._run_out(failed))
         if error is not None and "saved tensor hooks" in str(error):
             self._leave_alone(state, error)
         is_last = state.index == len(self.blocks) - 1
@@ -343,7 +350,7 @@ class Runtime:
             except torch.OutOfMemoryError as error:
                 record.drop_device_copies()
                 if self.note_out_of_memory is not None:
-                    error.add_note(self._run_out())
+                    error.add_note(self._run_out(record))
                 raise
             if timing is not None and self.stopwatch is not None:
                 record.watch = None
@@ -460,9 +467,9 @@ class Runtime:
     def _follow(self, workload: Workload, size: torch.Size) -> None:
         """Take the plan for a batch of this size, unless a graph of another one is alive."""
         assert self.follow_shape is not None and self.observed_size is not None, "bug in ebbtide"
+        self._note_ooms()
         if self.traffic is not None and not self.traffic.is_idle:
             return
-        self._note_ooms()
         workload = self._with_growth(workload)
         if self.plan is not None and self._pace is not None and self.note_pace is not None:
             measured_ns = self._pace.take_ns(self.plan)
@@ -508,15 +515,28 @@ class Runtime:
             return
         num_ooms = count_ooms(self.device)
         if num_ooms > self._num_ooms and self.plan is not None:
-            log.warning("the last step ran out of memory. %s", self._run_out())
+            # Where a backward stopped half-way, its error may still hold the graph.
+            failed = None if self._restoring is None else self._restoring()
+            log.warning("the last step ran out of memory. %s", self._run_out(failed))
         self._num_ooms = num_ooms
 
-    def _run_out(self) -> str:
-        """Note that a planned step ran out of memory; returns what to tell the user."""
+    def _run_out(self, failed: Record | None) -> str:
+        """Note that a planned step ran out of memory; returns what to tell the user.
+
+        Args:
+            failed: The record in which it did. All of its forward is let go: an error holds the
+                graph for as long as somebody holds the error.
+        """
         if self.device.type == "cuda":
             self._num_ooms = count_ooms(self.device)
         if self.traffic is not None:
             self.traffic.settle_all()
+        for known in () if failed is None else failed.siblings:
+            record = known()
+            if record is not None:
+                record.let_go()
+        if self.traffic is not None:
+            self.traffic.bury()
         return "" if self.note_out_of_memory is None else self.note_out_of_memory()
 
     def _observed_blocks(self) -> tuple[Block, ...] | None:

@@ -237,9 +237,7 @@ class Tape(TorchDispatchMode):
                     and not is_opaque_seed
                     and self._policy.is_kept_by_plan(node.name)
                 )
-            is_recomputed = (
-                is_recomputed or node.decision is Decision.RECOMPUTE or node.until_check
-            )
+            is_recomputed = is_recomputed or node.decision is Decision.RECOMPUTE or node.until_check
             numbers.append(node.index)
         if is_replayable:
             call = Call(func, call_args, call_kwargs, tuple(inputs), tuple(numbers))
