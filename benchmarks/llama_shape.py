@@ -142,7 +142,7 @@ def measure(
 
 
 def merge(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Put the rounds of one context together: medians over all steps of a strategy."""
+    """Put the rounds of one context together: medians of all steps, means of all predictions."""
     merged: list[dict[str, Any]] = []
     for rows in zip(*rounds, strict=True):
         row = dict(rows[0])
@@ -150,6 +150,10 @@ def merge(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
             times = [t for r in rows for t in r.get(f"{key}_all", ())]
             if times:
                 row[f"{key}_all"], row[key] = times, statistics.median(times)
+        for key in ("predicted_ms", "bound_ms"):
+            found = [r[key] for r in rows if key in r]
+            if found:
+                row[key] = statistics.fmean(found)
         merged.append(row)
     return merged
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
+import torch.distributed
 
 from ebbtide.budget import parse_budget
 from ebbtide.errors import BudgetError
@@ -23,7 +24,7 @@ from ebbtide.planner.result import Code
 from ebbtide.planner.scale import Scale, pace_workload, scale_workload
 from ebbtide.planner.solve import plan_for_budget
 from ebbtide.simulate import simulate
-from ebbtide.torch.probe import probe_machine
+from ebbtide.torch.probe import LINK_BYTES, probe_machine
 from ebbtide.units import DiskSpec, format_bytes
 from ebbtide.workload import Workload
 
@@ -34,6 +35,9 @@ FREE_HOST_SHARE = Fraction(1, 8)
 
 # After an out-of-memory error the next plan takes this much less, beside what was over.
 OOM_SHARE = Fraction(1, 20)
+
+# Less is copied in no time, and tells little of the link.
+MIN_LINK_BYTES = 16 * 2**20
 
 BUCKETS_PER_OCTAVE = 8
 
@@ -104,11 +108,21 @@ class BudgetPlanner:
     def machine(self) -> Machine:
         """The machine at hand; probed at the first call, under a second."""
         if self._machine is None:
-            probed = probe_machine(self._device, disk=self._disk)
+            probed = probe_machine(self._device, disk=self._disk, num_bytes=self._probe_bytes())
             free = probed.host_bytes - int(probed.host_bytes * FREE_HOST_SHARE)
             host = free if self._host_bytes is None else self._host_bytes
             self._machine = replace(probed, host_bytes=host if probed.host_bytes else 0)
         return self._machine
+
+    def _probe_bytes(self) -> int:
+        """Return how much the probe copies: it takes that on the device, within the budget."""
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        if self._device.type != "cuda" or not is_alone:
+            return LINK_BYTES  # ranks must probe alike
+        total_bytes = torch.cuda.mem_get_info(self._device)[1]
+        taken_bytes = torch.cuda.memory_allocated(self._device)
+        left_bytes = parse_budget(self._given, total_bytes) - taken_bytes
+        return min(LINK_BYTES, max(MIN_LINK_BYTES, left_bytes))
 
     @property
     def budget_bytes(self) -> int:
