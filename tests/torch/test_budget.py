@@ -23,6 +23,7 @@ from ebbtide.torch.budgets import BudgetPlanner, Shape, bucket
 from ebbtide.torch.devices.fake import FakeMeter
 from ebbtide.torch.pace import NUM_SKIPPED, NUM_STEPS
 from ebbtide.torch.record import Record
+from ebbtide.torch.runtime import MAX_CORRECTIONS
 from tests.torch import models
 from tests.torch.models import Gated, Stack, features
 from tests.torch.test_observe import Allocator
@@ -410,6 +411,33 @@ def test_after_running_out_of_memory_the_next_plan_takes_less(tmp_path: Path) ->
         text = planner.shrink(tide.plan, tide.plan.peak_bytes + 2**20)
     assert "ebbtide predicted a peak of" in text and "The next step is planned for 94.0 MiB" in text
     assert planner.budget_bytes == 100 * 2**20 - 2**20 - 5 * 2**20
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_plan_is_corrected_once_and_one_that_comes_out_otherwise_a_few_times(
+    is_changed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each correction plans anew within a step."""
+    correct = BudgetPlanner.correct
+    plans: list[Plan] = []
+
+    def count(planner: Any, workload: Any, plan: Plan, measured_ns: int) -> tuple[Any, Plan]:
+        plans.append(plan)
+        paced, better = correct(planner, workload, plan, measured_ns)
+        if is_changed:
+            name = next(iter(better.decisions))
+            decisions = {**better.decisions, name: Decision.KEEP}
+            if len(plans) % 2 == 0:
+                decisions[name] = plans[0].decisions[name]
+            better = replace(better, decisions=decisions)
+        return paced, better
+
+    monkeypatch.setattr(BudgetPlanner, "correct", count)
+    run_counted(
+        lambda: Stack(Gated, 4), feature_step, 2**30, tmp_path, monkeypatch,
+        num_steps=3 + 5 * (NUM_SKIPPED + NUM_STEPS + 1), decide={"*": "RECOMPUTE"},
+    )  # fmt: skip
+    assert len(plans) == (MAX_CORRECTIONS if is_changed else 1)
 
 
 class Exhausted(nn.Module):

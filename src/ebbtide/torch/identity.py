@@ -131,7 +131,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return view.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
-_NUM_COMPARED = 2**24
+_NUM_COMPARED = 2**20
 """Elements that are compared at a time."""
 
 _SAME_SIZE_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -24,6 +24,7 @@ class Pace:
     def __init__(self, meter: AbstractMeter) -> None:
         self._meter = meter
         self._plan: Plan | None = None
+        self._settled: list[Plan] = []
         self._start: Mark = None
         self._spans: list[tuple[Mark, Mark]] = []
         self._num_started = 0
@@ -38,8 +39,16 @@ class Pace:
         if plan is not self._plan:
             self._plan, self._spans, self._num_started = plan, [], 0
         self._num_started += 1
-        is_wanted = self._num_started > NUM_SKIPPED and len(self._spans) < NUM_STEPS
+        is_wanted = (
+            self._num_started > NUM_SKIPPED
+            and len(self._spans) < NUM_STEPS
+            and all(plan is not settled for settled in self._settled)
+        )
         self._start = self._meter.mark() if is_wanted else None
+
+    def settle(self, plan: Plan) -> None:
+        """Never time `plan`: what it takes is known."""
+        self._settled.append(plan)
 
     def end(self) -> None:
         """Note that the backward pass ended; of a forward that was started since the last one."""
@@ -54,5 +63,6 @@ class Pace:
         """
         if plan is not self._plan or len(self._spans) != NUM_STEPS:
             return 0
-        spans, self._spans = self._spans, [*self._spans, (None, None)]  # taken
+        spans, self._spans = self._spans, []
+        self.settle(plan)
         return int(statistics.median(self._meter.elapsed_ns(a, b) for a, b in spans))

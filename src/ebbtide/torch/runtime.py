@@ -51,6 +51,9 @@ from ebbtide.workload import Block, Workload
 
 log = logging.getLogger("ebbtide")
 
+MAX_CORRECTIONS = 3
+"""Plans that are timed and made anew. One that comes out as it was is not timed again."""
+
 MakePlan = Callable[[Workload], tuple[Plan, Traffic | None]]
 FollowShape = Callable[[Workload, torch.Size, torch.Size], tuple[Plan, Traffic | None]]
 """From the workload, the size that it was observed at and the size now."""
@@ -106,6 +109,7 @@ class Runtime:
         self.note_pace: NotePace | None = None
         """Told what planned steps took; gives the workload, plan and traffic to go on with."""
         self._pace = None if meter is None else Pace(meter)
+        self._num_corrections = 0
         self.note_growth: Callable[[], None] | None = None
         """Called when more rests on the device than the plans of now were made for."""
         self._grown_bytes = 0
@@ -477,8 +481,12 @@ class Runtime:
             if noted is not None:
                 workload, plan, traffic = noted
                 self.workload = workload
-                if plan.decisions == self.plan.decisions:
+                self._num_corrections += 1
+                is_known = plan.decisions == self.plan.decisions
+                if is_known:
                     self._keep_checked(plan)
+                if is_known or self._num_corrections == MAX_CORRECTIONS:
+                    self._pace.settle(plan)
                 self._take_plan(plan, traffic)
         plan, traffic = self.follow_shape(workload, self.observed_size, size)
         if plan is not self.plan:
