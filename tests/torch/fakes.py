@@ -15,7 +15,7 @@ from ebbtide.planner.named import named_plan
 from ebbtide.torch.anchors import Anchors
 from ebbtide.torch.blocks import find_blocks
 from ebbtide.torch.devices.fake import FakeDevice, Schedule
-from ebbtide.torch.hooks import install
+from ebbtide.torch.hooks import Hooks
 from ebbtide.torch.runtime import Runtime
 from ebbtide.torch.tiers import HostRegion, Tiers
 from ebbtide.torch.traffic import Slot, Traffic
@@ -141,7 +141,7 @@ class FakeTide:
         self._make_plan = make_plan
         self._is_growing = is_growing
         self.runtime = Runtime(model, find_blocks(model), self._prepare, self.ledger)
-        self._handles = install(self.runtime)
+        self._hooks = Hooks(self.runtime)
 
     @property
     def plan(self) -> Plan:
@@ -178,8 +178,7 @@ class FakeTide:
 
     def close(self) -> None:
         """Take the hooks off and give the host tier back."""
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
         self.runtime.close()
         if self.runtime.traffic is not None:
             self.runtime.traffic.close()

@@ -254,6 +254,19 @@ def test_fetches_start_at_their_moments_and_not_before() -> None:
     assert bench.ledger.snapshot().num_fetches == 4
 
 
+@pytest.mark.parametrize("has_moments", [False, True])
+def test_a_pass_that_is_checked_fetches_nothing_ahead(has_moments: bool) -> None:
+    """Its backward makes again what the plan keeps, in the room of what would come ahead."""
+    fetches = dict.fromkeys(range(3), TURN_END_RANK) if has_moments else None
+    bench = Bench(anchors=row_anchors(fetches=fetches))
+    bench.traffic.forward_pass.is_checked = True
+    slots = [bench.evict(i) for i in range(3)]
+    start_backward(bench)
+    assert bench.ledger.snapshot().num_fetches == 0
+    assert values(bench.traffic.bytes_of(slots[2])) == {2}
+    assert bench.ledger.snapshot().num_fetches == 1
+
+
 def test_within_a_moment_the_row_evicted_last_comes_first() -> None:
     bench = Bench(anchors=row_anchors(fetches={0: 2, 1: 1, 2: 2, 3: 1}), max_in_bytes=ROW)
     slots = [bench.evict(i) for i in range(4)]

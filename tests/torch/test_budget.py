@@ -267,18 +267,60 @@ def hooks_of_a_step(model: nn.Module) -> list[int]:
     return found
 
 
+def modules_with_hooks(model: nn.Module) -> list[str]:
+    return [
+        path
+        for path, module in model.named_modules()
+        for table in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks")
+        for _ in getattr(module, table)
+    ]
+
+
 def test_where_everything_fits_nothing_is_recorded(tmp_path: Path) -> None:
     model = seeded(lambda: Stack(Gated, 4))
     with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB") as tide:
         got = train(model, feature_step, num_steps=5)
         num_hooks = hooks_of_a_step(model)
+        # Before and after the model, and where its first block starts: they see the next batch.
+        assert modules_with_hooks(model) == ["", "", "blocks.0"]
         tide.reset_statistics()
         train(model, feature_step, num_steps=1)
         counts, plan = tide.statistics(), tide.plan
     assert plan is not None and set(plan.decisions.values()) == {Decision.KEEP}
     assert num_hooks == [0, 0, 0]
+    assert modules_with_hooks(model) == []
     assert counts.moved_out_bytes == counts.num_recomputed_ops == 0
     assert differences(got, train(seeded(lambda: Stack(Gated, 4)), feature_step, num_steps=5)) == []
+
+
+def growing_step(model: nn.Module, index: int) -> Tensor:
+    """Train on batches of which all but some fit."""
+    num_tokens = 40 if index in (4, 5, 7) else 8
+    loss = model(features(2, num_tokens, 32)).square().mean()
+    loss.backward()
+    return loss
+
+
+def test_a_batch_that_does_not_fit_gets_its_hooks_back(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return Stack(Gated, 4)
+
+    num_bytes = sum(p.numel() * p.element_size() for p in build().parameters())
+    model = seeded(build)
+    trace, optimizer = Trace(), sgd(model)
+    num_hooked: list[int] = []
+    moved: list[int] = []
+    budget, disk = 2 * num_bytes + 2**17, f"{tmp_path}:200MiB"
+    with attach(model, budget=budget, disk=disk, min_bytes=1) as tide:
+        for index in range(9):
+            tide.reset_statistics()
+            run_step(model, growing_step, index, trace, optimizer)
+            counts = tide.statistics()
+            moved.append(counts.moved_out_bytes + counts.num_recomputed_ops)
+            num_hooked.append(len(modules_with_hooks(model)))
+    assert differences(trace, train(seeded(build), growing_step, num_steps=9)) == []
+    assert [n == 3 for n in num_hooked] == [i in (2, 3, 6, 8) for i in range(9)]
+    assert [m > 0 for m in moved] == [i in (0, 1, 4, 5, 7) for i in range(9)]
 
 
 def varying_step(model: nn.Module, index: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Plan
-from ebbtide.torch.hooks import install
+from ebbtide.torch.hooks import Hooks
 from ebbtide.torch.runtime import Runtime
 from ebbtide.torch.traffic import Traffic
 from ebbtide.workload import Workload
@@ -23,11 +23,11 @@ def no_plan(workload: Workload) -> tuple[Plan, Traffic | None]:
     raise AssertionError("no plan was expected in the first step")
 
 
-def observing(model: nn.Module) -> tuple[Runtime, list[Any]]:
+def observing(model: nn.Module) -> tuple[Runtime, Hooks]:
     """Install a runtime that only observes."""
     blocks = dict(model.get_submodule("blocks").named_children())
     runtime = Runtime(model, {f"blocks.{n}": b for n, b in blocks.items()}, no_plan, Ledger())
-    return runtime, list(install(runtime))
+    return runtime, Hooks(runtime)
 
 
 def hook_counts(model: nn.Module) -> dict[str, int]:
@@ -49,17 +49,16 @@ def observed_names(runtime: Runtime) -> list[list[str]]:
 def test_hooks_come_off_without_a_trace() -> None:
     model = Stack(Gated)
     before = hook_counts(model)
-    _, handles = observing(model)
+    _, hooks = observing(model)
     assert hook_counts(model) != before
-    for handle in handles:
-        handle.remove()
+    hooks.close()
     assert hook_counts(model) == before == dict.fromkeys(before, 0)
 
 
 def test_only_blocks_and_what_is_in_them_get_hooks() -> None:
     model = nn.Sequential(Stack(Gated, 2), nn.Linear(2, 2))
     runtime = Runtime(model, {"0.blocks.1": model.get_submodule("0.blocks.1")}, no_plan, Ledger())
-    install(runtime)
+    Hooks(runtime)
     assert {path for path, n in hook_counts(model).items() if n} == {
         "0.blocks.1",
         "0.blocks.1.norm",
@@ -133,13 +132,12 @@ def test_a_module_that_fails_is_left_as_well_as_entered() -> None:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_carries_hooks_that_do_nothing(duplicate: Any) -> None:
     model = Stack(Gated)
-    runtime, handles = observing(model)
+    runtime, hooks = observing(model)
     again = duplicate(model)
     assert hook_counts(again) == hook_counts(model)
     inputs = features()
     assert torch.equal(again(inputs), model(inputs).detach())
-    for handle in handles:
-        handle.remove()
+    hooks.close()
     runtime.close()
     again(inputs).sum().backward()
     assert observed_names(runtime) and hook_counts(model) != hook_counts(again)

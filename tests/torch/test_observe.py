@@ -23,7 +23,7 @@ from ebbtide.torch import attach, observe
 from ebbtide.torch.blocks import find_blocks
 from ebbtide.torch.devices.cpu import CpuMeter
 from ebbtide.torch.devices.fake import FakeMeter
-from ebbtide.torch.hooks import install
+from ebbtide.torch.hooks import Hooks
 from ebbtide.torch.identity import StorageRef, storage_key
 from ebbtide.torch.ops import facts_of
 from ebbtide.torch.runtime import Runtime
@@ -171,10 +171,9 @@ def measured(model: nn.Module, step: Step, meter: FakeMeter | CpuMeter) -> Runti
         return named_plan("recompute", workload), None
 
     runtime = Runtime(model, find_blocks(model), make_plan, Ledger(), meter)
-    handles = install(runtime)
+    hooks = Hooks(runtime)
     train(model, step, num_steps=3)
-    for handle in handles:
-        handle.remove()
+    hooks.close()
     runtime.close()
     return runtime
 
@@ -309,7 +308,7 @@ def peak_of_a_step(
         allocated=allocator.allocated_bytes, take_peak=allocator.take_peak_bytes, tick_ns=1
     )
     runtime = Runtime(model, find_blocks(model), make_plan, Ledger(), meter)
-    install(runtime)
+    Hooks(runtime)
     peak_bytes = 0
     with allocator:
         for index in range(4):
@@ -385,7 +384,7 @@ def test_a_forward_that_fails_is_not_the_one_that_is_measured() -> None:
     model: Any = stack(Failing)
     meter = FakeMeter(tick_ns=TICK_NS)
     runtime = Runtime(model, find_blocks(model), _keep_all, Ledger(), meter)
-    install(runtime)
+    Hooks(runtime)
     feature_step(model, 0)
     model.blocks[2].error = ArithmeticError
     with pytest.raises(ArithmeticError):
@@ -401,7 +400,7 @@ def test_a_forward_that_fails_is_not_the_one_that_is_measured() -> None:
 def test_a_forward_without_a_backward_is_not_the_one_that_is_measured() -> None:
     model = stack()
     runtime = Runtime(model, find_blocks(model), _keep_all, Ledger(), FakeMeter(tick_ns=TICK_NS))
-    install(runtime)
+    Hooks(runtime)
     feature_step(model, 0)
     for _ in range(2):
         model(features())

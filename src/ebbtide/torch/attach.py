@@ -13,7 +13,6 @@ from typing import Final, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import MemoryTierError, ModelError, PlanError, RuntimeStateError
 from ebbtide.machine import Machine
@@ -29,7 +28,7 @@ from ebbtide.torch.budgets import BudgetPlanner
 from ebbtide.torch.devices.base import AbstractMeter
 from ebbtide.torch.devices.cpu import CpuMeter
 from ebbtide.torch.devices.cuda import CudaMeter
-from ebbtide.torch.hooks import install
+from ebbtide.torch.hooks import Hooks
 from ebbtide.torch.internals import is_compiled
 from ebbtide.torch.maker import PlanMaker
 from ebbtide.torch.runtime import Runtime
@@ -106,7 +105,7 @@ def attach(
     """
     if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
         _say_disabled()
-        return Tide(None, Ledger(), [], None)
+        return Tide(None, Ledger(), None, None)
     if budget is not None and plan is not None:
         name = plan if isinstance(plan, str) else plan.name
         raise ValueError(
@@ -152,13 +151,13 @@ class Tide:
         self,
         runtime: Runtime | None,
         ledger: Ledger,
-        handles: list[RemovableHandle],
+        hooks: Hooks | None,
         disk: DiskStore | None,
         budgets: BudgetPlanner | None = None,
     ) -> None:
         self._runtime = runtime
         self._ledger = ledger
-        self._handles = handles
+        self._hooks = hooks
         self._disk = disk
         self._budgets = budgets
 
@@ -261,9 +260,8 @@ class Tide:
         A graph that is still alive must have run backward before: its evicted values are gone
         afterwards.
         """
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        if self._hooks is not None:
+            self._hooks.close()
         if self._runtime is not None:
             self._runtime.close()
             if self._runtime.traffic is not None:
@@ -334,7 +332,7 @@ class _Attachment:
     def run(self) -> Tide:
         ledger = Ledger()
         if isinstance(self._plan, str) and self._plan == "keep":
-            return Tide(None, ledger, [], None)
+            return Tide(None, ledger, None, None)
         spec = self._disk_spec
         store = None if spec is None else DiskStore(spec.path, spec.cap_bytes)
         maker = PlanMaker(
@@ -354,7 +352,9 @@ class _Attachment:
             runtime.note_out_of_memory = maker.note_out_of_memory
             runtime.note_pace = maker.note_pace
             runtime.note_growth = maker.forget_plans
-        tide = Tide(runtime, ledger, install(runtime), store, self._budgets)
+        hooks = Hooks(runtime)
+        runtime.hook_blocks = hooks.hook_blocks
+        tide = Tide(runtime, ledger, hooks, store, self._budgets)
         maker.close = _closer_of(tide)
         return tide
 
@@ -431,7 +431,7 @@ def attach_to_measure(model: nn.Module, blocks: str | Sequence[str] | None = Non
     found = find_attachable_blocks(model, blocks)
     ledger = Ledger()
     runtime = Runtime(model, found, _recompute, ledger, meter_of(device_of(found)))
-    tide = Tide(runtime, ledger, install(runtime), None)
+    tide = Tide(runtime, ledger, Hooks(runtime), None)
     _attached[model] = tide
     return tide
 

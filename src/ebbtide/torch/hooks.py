@@ -6,6 +6,7 @@ then runs the original's weights. A copy or an unpickled model carries inert hoo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,17 +40,48 @@ def _do_nothing(*_: Any) -> None:
     """Hook of a copied model: the copy is not attached."""
 
 
-def install(runtime: Runtime) -> list[RemovableHandle]:
-    """Register the hooks of all blocks; returns what removes them."""
-    handles: list[RemovableHandle] = []
-    model = runtime.model
-    if runtime.is_timed and model is not None:
-        handles += _install_model(runtime, model)
-    for state in runtime.blocks:
-        block = state.module()
-        assert block is not None, "bug in ebbtide"
-        handles += _install_block(runtime, state, block)
-    return handles
+class Hooks:
+    """All hooks of an attached model; few of them while a plan keeps everything.
+
+    The runtime holds it and must die with its model at once, so it holds the runtime weakly.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+        model = runtime.model
+        self._always: list[RemovableHandle] = []
+        """Those that see the batch: at the model, and where its first block starts."""
+        if runtime.is_timed and model is not None:
+            self._always += _install_model(runtime, model)
+        if runtime.blocks:
+            self._always.append(_install_entry(runtime, runtime.blocks[0]))
+        self._others: list[RemovableHandle] = []
+        self.hook_blocks(True)
+
+    def hook_blocks(self, is_wanted: bool) -> None:
+        """Register what it takes to record blocks, or remove that again."""
+        runtime = self._runtime()
+        if not is_wanted:
+            self._remove(self._others)
+        elif not self._others and runtime is not None:
+            self._hook_blocks(runtime)
+
+    def close(self) -> None:
+        """Remove everything."""
+        self._remove(self._others)
+        self._remove(self._always)
+
+    def _hook_blocks(self, runtime: Runtime) -> None:
+        for state in runtime.blocks:
+            if state.index > 0:
+                self._others.append(_install_entry(runtime, state))
+            self._others += _install_block(runtime, state)
+
+    @staticmethod
+    def _remove(handles: list[RemovableHandle]) -> None:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
 
 
 def _install_model(runtime: Runtime, model: nn.Module) -> list[RemovableHandle]:
@@ -65,15 +97,19 @@ def _install_model(runtime: Runtime, model: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-def _install_block(runtime: Runtime, state: BlockState, block: nn.Module) -> list[RemovableHandle]:
+def _install_entry(runtime: Runtime, state: BlockState) -> RemovableHandle:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         runtime.enter(state, module, args, kwargs)
 
+    return _block_of(state).register_forward_pre_hook(_Hook(before), with_kwargs=True)
+
+
+def _install_block(runtime: Runtime, state: BlockState) -> list[RemovableHandle]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         runtime.leave(state, output)
 
+    block = _block_of(state)
     handles = [
-        block.register_forward_pre_hook(_Hook(before), with_kwargs=True),
         # First of the block's forward hooks: FSDP's frees the parameters that checks replay with.
         block.register_forward_hook(_Hook(after), always_call=True, prepend=True),
     ]
@@ -81,6 +117,12 @@ def _install_block(runtime: Runtime, state: BlockState, block: nn.Module) -> lis
         if module is not block:
             handles += _install_scope(runtime, state, path, module)
     return handles
+
+
+def _block_of(state: BlockState) -> nn.Module:
+    block = state.module()
+    assert block is not None, "bug in ebbtide"
+    return block
 
 
 def _install_scope(

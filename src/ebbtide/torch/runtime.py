@@ -110,6 +110,8 @@ class Runtime:
         """Told what planned steps took; gives the workload, plan and traffic to go on with."""
         self._pace = None if meter is None else Pace(meter)
         self._num_corrections = 0
+        self.hook_blocks: Callable[[bool], None] | None = None
+        """Puts the hooks of the blocks on, or takes them off while a plan keeps everything."""
         self.note_growth: Callable[[], None] | None = None
         """Called when more rests on the device than the plans of now were made for."""
         self._grown_bytes = 0
@@ -503,6 +505,9 @@ class Runtime:
         if traffic is not None:
             self.tiers = traffic.tiers
             traffic.start_pass()
+        if self.hook_blocks is not None and self.follow_shape is not None:
+            # The first block's entry stays: it sees when a batch needs another plan.
+            self.hook_blocks(not _keeps_all(plan))
         log.info("plan %s: %d decisions", plan.name, len(plan.decisions))
 
     def _with_growth(self, workload: Workload) -> Workload:
