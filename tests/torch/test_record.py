@@ -90,11 +90,13 @@ def record_forward(
     otherwise: Decision = RECOMPUTE,
     bench: Bench | None = None,
     is_checked: bool = False,
+    start: Tensor | None = None,
     **by_op: Decision,
 ) -> Recorded:
-    """Record `function` on one row of floats that wants a gradient."""
+    """Record `function` on `start`, or on one row of floats that wants a gradient."""
     bench = bench or Bench()
-    start = torch.linspace(0.1, 1.0, NUM).requires_grad_()
+    if start is None:
+        start = torch.linspace(0.1, 1.0, NUM).requires_grad_()
     record = Record("block", bench.traffic)
     tape = Tape(
         record,
@@ -381,6 +383,83 @@ def test_a_storage_that_was_written_to_after_a_slice_was_saved_raises() -> None:
         assert made.bench.tiers.held_bytes(HOST) == 0
 
 
+def saved_parts(written: int) -> Callable[[Tensor], Tensor]:
+    """Save three parts of a storage that count their versions apart, and write to one of them."""
+
+    def function(x: Tensor) -> Tensor:
+        parts = x.sin().unsafe_split(NUM // 8, 0)[:3]
+        total = torch.stack([part * part for part in parts]).sum()
+        with torch.no_grad():
+            parts[written].add_(1.0)
+        return total
+
+    return function
+
+
+@pytest.mark.parametrize("written", range(3))
+def test_of_parts_that_are_saved_only_the_one_that_was_written_to_raises(written: int) -> None:
+    """As in torch; the storage is not evicted, whichever it was."""
+    for decision in (HOST, KEEP):
+        made = record_forward(saved_parts(written), otherwise=KEEP, sin=decision)
+        # The first is the input of `sin`; each part is saved twice, for both sides of a product.
+        for number, handle in enumerate(made.handles):
+            if (number - 1) // 2 == written:
+                with pytest.raises(RuntimeError) as error:
+                    made.record.restore(handle)
+                assert str(error.value) == MUTATED.format(name="block:sin", saved=0, now=1)
+            else:
+                assert have_equal_bits(made.record.restore(handle), made.real[number])
+        assert moved_bytes(made) == (0, 0)
+        assert made.bench.tiers.held_bytes(HOST) == 0
+
+
+def test_parts_of_the_same_version_are_not_taken_for_one_another() -> None:
+    """The slot of the first part has other bytes of the second one than are saved later."""
+
+    def function(x: Tensor) -> Tensor:
+        first, second = x.sin().unsafe_chunk(2, 0)
+        return first.exp_().sum() + second.exp_().sum()
+
+    made = record_forward(function, otherwise=HOST)
+    made.bench.traffic.settle_all()
+    assert [h.version for h in made.handles] == [0, 1, 1]
+    for handle, real in zip(made.handles, made.real, strict=True):
+        assert have_equal_bits(made.record.restore(handle), real)
+
+
+def test_what_is_written_to_without_a_new_version_is_evicted_anew() -> None:
+    def function(x: Tensor) -> Tensor:
+        made = x.sin()
+        first = made * made
+        made.data.add_(1.0)  # the version of `made` stays
+        return first + made * made
+
+    made = record_forward(function, otherwise=HOST)
+    made.bench.traffic.settle_all()
+    names = [made.record.holder_of(h).name for h in made.handles]
+    assert names == ["block:input", *["block:sin"] * 2, *["block:add"] * 2]
+    assert {h.version for h in made.handles} == {0}
+    for handle, real in zip(made.handles[3:], made.real[3:], strict=True):
+        assert have_equal_bits(made.record.restore(handle), real)
+
+
+def test_a_part_is_not_taken_for_what_another_block_saved_of_its_storage() -> None:
+    """Between the blocks the other part is written to, which no version of this one tells."""
+    bench = Bench()
+    first, second = torch.linspace(0.1, 1.0, NUM).unsafe_chunk(2, 0)
+    first.requires_grad_()
+    made: list[Recorded] = []
+    for version in range(2):
+        made.append(
+            record_forward(lambda x: x * x + x * second, otherwise=HOST, bench=bench, start=first)
+        )
+        assert [h.version for h in made[-1].handles] == [0, 0, version]
+        bench.traffic.settle_all()
+        value = second.clone()
+        second.add_(1.0)
+        assert have_equal_bits(made[-1].record.restore(made[-1].handles[2]), value)
+
+
 def test_a_kept_storage_that_was_written_to_raises_what_torch_says() -> None:
     made = record_forward(chain, otherwise=KEEP)
     made.real[3].add_(1.0)
@@ -397,8 +476,8 @@ def check(made: Recorded) -> list[str]:
     real = list(zip(made.handles, made.real, strict=True))
     wrong = made.record.check(real)
     assert real == [], "what was compared is let go"
-    for node, tensor in wrong:
-        made.record.keep_instead(node, tensor)
+    for node, of_node in wrong:
+        made.record.keep_instead(node, of_node)
     return [node.name for node, _ in wrong]
 
 

@@ -475,3 +475,37 @@ def test_after_close_only_what_had_not_left_the_device_can_be_had() -> None:
         bench.traffic.bytes_of(away)
     assert str(error.value) == CLOSED.format(name="row 0")
     assert bench.ledger.snapshot().num_fetches == 0
+
+
+def test_a_write_to_a_watched_part_of_a_leaving_row_raises_and_to_one_that_left_does_not() -> None:
+    """Tensors of one storage may count their versions apart."""
+    for is_leaving in (True, False):
+        bench = Bench()
+        first, second = torch.full((ROW,), 7, dtype=torch.uint8).unsafe_chunk(2)
+        whole = first.as_strided((ROW,), (1,))
+        slot = bench.evict_row(whole)
+        bench.traffic.watch(slot, second)
+        if not is_leaving:
+            bench.traffic.settle(slot)
+        second.zero_()
+        assert whole._version == 0
+        if is_leaving:
+            with pytest.raises(RuntimeError) as error:
+                bench.traffic.bytes_of(slot)
+            assert str(error.value) == MUTATED.format(name=slot.name, saved=0, now=1)
+        else:
+            assert values(bench.traffic.bytes_of(slot)) == {7}
+
+
+def test_a_row_that_is_written_to_next_is_not_found_again() -> None:
+    bench = Bench()
+    row = torch.full((ROW,), 7, dtype=torch.uint8)
+    slots = [bench.evict_row(row), bench.evict_row(row)]
+    assert slots[0] is slots[1]
+    bench.traffic.settle(slots[0])
+    bench.traffic.unshare(slots[0])
+    row.data.fill_(8)
+    slots.append(bench.evict_row(row))
+    assert row._version == 0 and slots[2] is not slots[0]
+    bench.traffic.settle(slots[2])
+    assert [values(bench.traffic.bytes_of(slot)) for slot in slots[1:]] == [{7}, {8}]

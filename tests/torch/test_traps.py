@@ -107,6 +107,74 @@ def test_a_write_through_a_view_does_not_reach_what_a_recipe_starts_from(
     assert found["blocks.0:tanh"].is_replayable and found["blocks.0:tanh"].is_saved
 
 
+def write_part(x: Tensor) -> Tensor:
+    """Save one part of a storage, and write to the other, which counts its versions apart."""
+    first, second = x.cumsum(1).unsafe_chunk(2, -1)
+    squared = first * first
+    second.add_(1.0)
+    return torch.cat((squared * second, second.sin()), -1)
+
+
+def write_part_under_recipe(x: Tensor) -> Tensor:
+    """As above, and a recipe starts from the part that is written."""
+    first, second = x.cumsum(1).unsafe_chunk(2, -1)
+    squared, other = first * first, (second + 1.0).sin()
+    second.mul_(0.5)
+    return torch.cat((squared * other, second.tanh()), -1)
+
+
+def write_parts_in_turn(x: Tensor) -> Tensor:
+    """Both parts have the same version each time that they are saved."""
+    first, second = x.cumsum(1).unsafe_chunk(2, -1)
+    first, second = first.sigmoid_(), second.tanh_()
+    product = first * second
+    third, fourth = product.clone().unsafe_split(product.shape[-1] // 2, -1)
+    return torch.cat((third.sigmoid_() * third, fourth.sigmoid_() * product.sum(-1, True)), -1)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("function", [write_part, write_part_under_recipe, write_parts_in_turn])
+def test_parts_of_a_storage_may_be_written_to_one_by_one(
+    function: Callable[[Tensor], Tensor],
+    plan: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """torch raises nothing: each part has a version counter of its own."""
+    assert_equal_to_plain(lambda: Stack(lambda: PartBlock(function)), plan, tmp_path)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+class PartBlock(nn.Module):
+    """A product, a function of the test's that may change the width, and a mean."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        return h_BTD + 0.1 * self.function(self.linear(h_BTD).tanh()).mean(-1, keepdim=True)
+
+
+class Detached(nn.Module):
+    """Uses a weight also through `.data`, whose version stays 0 when the optimizer writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.1 * torch.randn(WIDTH, WIDTH))
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        x_BTD = (h_BTD @ self.weight).tanh()
+        return h_BTD + x_BTD @ self.weight.data + x_BTD @ self.weight
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_weight_and_its_data_count_their_versions_apart(plan: str, tmp_path: Path) -> None:
+    tide = assert_equal_to_plain(lambda: Stack(Detached), plan, tmp_path)
+    assert tide.statistics().num_kept_not_understood == ()
+
+
 def write_unseen_to_saved(x: Tensor) -> Tensor:
     """Write behind torch's back to what was saved, so that backward gets the new value."""
     result = x.tanh()

@@ -131,6 +131,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return view.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def clone_storage(tensor: Tensor) -> Tensor:
+    """Return a tensor laid out alike over a copy of the whole storage."""
+    storage = tensor.untyped_storage().clone()
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 _NUM_COMPARED = 2**20
 """Elements that are compared at a time."""
 

@@ -7,6 +7,7 @@ so there are no reference cycles: a record dies with the last autograd node that
 something in it (design rule 4), and takes its device copies and places along.
 """
 
+import contextlib
 import enum
 import weakref
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from ebbtide.errors import RuntimeStateError
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
-from ebbtide.torch.identity import Layout, bytes_of, have_equal_bits
+from ebbtide.torch.identity import Layout, bytes_of, clone_storage, have_equal_bits
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
 from ebbtide.workload import OpKind
 
@@ -73,9 +74,9 @@ class Node:
     """
 
     __slots__ = (
-        "activation", "call", "decision", "group", "index", "is_copy", "is_root", "kept", "kind",
-        "layout", "memo", "name", "num_bytes", "num_left", "num_packs", "num_uses", "op", "pieces",
-        "place", "role", "slot", "until_check", "version",
+        "activation", "call", "decision", "group", "index", "is_copy", "is_root", "is_shared",
+        "kept", "kind", "layout", "memo", "name", "num_bytes", "num_left", "num_packs", "num_uses",
+        "op", "pieces", "place", "role", "slot", "source", "until_check", "version", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -108,6 +109,13 @@ class Node:
         self.kept: Tensor | None = None
         """An alias that holds the storage: what is kept, and roots until the block's end."""
         self.version = 0
+        self.watched: dict[int, tuple[Tensor, int]] = {}
+        """While `kept` is no copy: an alias of each saved tensor by its handle's number, and its
+        version. Tensors of one storage may count their versions apart."""
+        self.source: Tensor | None = None
+        """The value that recipes start from, where `kept` may be written to."""
+        self.is_shared = True
+        """Another block that saves the storage may take this one's slot."""
         self.slot: Slot | None = None
         self.memo: Tensor | None = None
         """The replayed storage, while uses are left."""
@@ -128,6 +136,14 @@ class Node:
     def is_stored(self) -> bool:
         """Whether it can be had without a replay."""
         return self.kept is not None or self.slot is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether what is kept was written to since, as the counter of some alias tells."""
+        assert self.kept is not None, "bug in ebbtide"
+        return self.kept._version != self.version or any(
+            alias._version != version for alias, version in self.watched.values()
+        )
 
 
 class Ref(NamedTuple):
@@ -187,14 +203,23 @@ class Record:
         """Send a node to its reserved place; without one it stays kept."""
         if node.slot is not None or node.place is None or node.kept is None:
             return
-        if node.kept._version != node.version:
+        if node.is_written:
             return  # it was written to since autograd saved it: `restore` says so, as torch does
         assert self.traffic is not None, "bug in ebbtide"
         place, node.place = node.place, None
         node.slot = self.traffic.evict(
-            node.name, bytes_of(node.kept), place, node.kept, node.activation
+            node.name,
+            bytes_of(node.kept),
+            place,
+            node.kept,
+            node.activation,
+            is_shared=node.is_shared,
         )
+        for alias, _ in node.watched.values():
+            if alias is not node.kept:
+                self.traffic.watch(node.slot, alias)
         node.kept = None
+        node.watched.clear()
         if self.is_checked:
             # The copy must hold the value at save time, or a later write that the dispatcher
             # does not see could pass the check by chance.
@@ -256,7 +281,7 @@ class Record:
     def _seal_pieces(self, node: Node) -> None:
         """Evict saved views that cover little of a storage as dense copies."""
         kept, pieces = node.kept, node.pieces
-        if kept is None or not pieces or node.is_root or kept._version != node.version:
+        if kept is None or not pieces or node.is_root or node.is_written:
             self.evict(node)
             return
         places = self._take_pieces(node, pieces)
@@ -275,6 +300,7 @@ class Record:
             self._pieces[node.index, layout] = piece.index
         node.num_packs = 0
         node.kept = None
+        node.watched.clear()
 
     def _take_pieces(self, node: Node, pieces: dict[Layout, int]) -> list[Place | None] | None:
         """Change the room that is reserved for a node into room for its pieces.
@@ -310,11 +336,13 @@ class Record:
         node, layout = self.holder_of(handle), handle.layout
         if node.index != handle.node:  # a piece: a copy of our own, that nobody else writes to
             tensor = layout.unpack_compact(self._storage_of(node))
-        elif node.kept is not None and node.kept._version != handle.version and not node.is_copy:
-            raise RuntimeError(
-                MUTATED.format(name=node.name, saved=handle.version, now=node.kept._version)
-            )
         else:
+            # The version of the very tensor that was saved, as torch does.
+            alias, _ = node.watched.get(handle.number, (node.kept, 0))
+            if alias is not None and alias._version != handle.version and not node.is_copy:
+                raise RuntimeError(
+                    MUTATED.format(name=node.name, saved=handle.version, now=alias._version)
+                )
             tensor = layout.over(self._storage_of(node))
         self._use(node)
         return tensor
@@ -331,7 +359,8 @@ class Record:
         self.has_let_go = True
         for node in self.nodes:
             if node is not None:  # a frame of an error may hold it
-                node.kept = node.slot = None
+                node.kept = node.source = node.slot = None
+                node.watched.clear()
         self.nodes.clear()
         self.calls.clear()
 
@@ -345,45 +374,56 @@ class Record:
             and node.role in ACTIVATION_ROLES
         )
 
-    def check(self, real: list[tuple["Handle", Tensor]]) -> list[tuple[Node, Tensor]]:
+    def check(
+        self, real: list[tuple["Handle", Tensor]]
+    ) -> list[tuple[Node, list[tuple["Handle", Tensor]]]]:
         """Compare what backward would get with the real tensors, bit for bit; empties `real`.
 
-        Waits for the device. Each real tensor is let go once it was compared, small ones of what
+        Waits for the device. Real tensors are let go once they were compared, small ones of what
         was evicted first, so that little more is held than the real tensors alone. Returns the
         nodes that came back different, with what should have come.
         """
-        wrong: dict[int, tuple[Node, Tensor]] = {}
-        real.sort(key=lambda pair: self._order_in_check(pair[0]), reverse=True)
-        while real:
-            handle, tensor = real.pop()
-            node = self.holder_of(handle)
-            if node.kept is not None:
-                continue
-            if node.slot is not None:
-                assert self.traffic is not None, "bug in ebbtide"
-                self.traffic.release(node.slot)  # so that the bytes make the whole way
+        by_node: dict[int, list[tuple[Handle, Tensor]]] = {}
+        for handle, tensor in real:
+            by_node.setdefault(self.holder_of(handle).index, []).append((handle, tensor))
+        real.clear()
+        wrong: list[tuple[Node, list[tuple[Handle, Tensor]]]] = []
+        for index in sorted(by_node, key=self._order_in_check):
+            node, of_node = self.node(index), by_node.pop(index)
+            if node.kept is None and not self._comes_back(node, of_node):
+                self._fix_source(node)
+                wrong.append((node, of_node))
+        self.drop_device_copies()
+        return wrong
+
+    def _order_in_check(self, index: int) -> tuple[bool, int, int]:
+        node = self.node(index)
+        is_away = node.slot is not None
+        return not is_away, node.num_bytes if is_away else 0, index
+
+    def _comes_back(self, node: Node, real: Sequence[tuple["Handle", Tensor]]) -> bool:
+        if node.slot is not None:
+            assert self.traffic is not None, "bug in ebbtide"
+            self.traffic.release(node.slot)  # so that the bytes make the whole way
+        for handle, tensor in real:
             if tensor._version != handle.version:
-                # What was saved is no more: `restore` says so.
-                wrong.setdefault(node.index, (node, tensor))
-                continue
+                return False  # what was saved is no more: `restore` says so
             try:
                 restored = self.restore(handle)
             except StorageFreedError:
-                wrong.setdefault(node.index, (node, tensor))
-                continue
+                return False
             is_piece = node.index != handle.node
             if not have_equal_bits(restored, tensor) or not (
                 is_piece or Layout.of(restored) == handle.layout
             ):
-                wrong.setdefault(node.index, (node, tensor))
-            del tensor, restored
-        self.drop_device_copies()
-        return list(wrong.values())
+                return False
+        return True
 
-    def _order_in_check(self, handle: "Handle") -> tuple[bool, int, int]:
-        node = self.holder_of(handle)
-        is_away = node.slot is not None
-        return not is_away, node.num_bytes if is_away else 0, node.index
+    def _fix_source(self, node: Node) -> None:
+        """Let recipes start from what they were checked with, whatever is kept for `node`."""
+        if node.source is None and node.is_root:
+            with contextlib.suppress(StorageFreedError):
+                node.source = clone_storage(self._storage_of(node))
 
     def end_check(self) -> None:
         """Let go of what the plan keeps and backward can make again.
@@ -396,13 +436,17 @@ class Record:
                 node.until_check = False
                 if node.kept is not None and not node.is_copy:
                     node.kept, node.decision = None, Decision.RECOMPUTE
+                    node.watched.clear()
         self._count_uses(self._needed_calls(is_after_check=False))
 
-    def keep_instead(self, node: Node, real: Tensor) -> None:
-        """Hold `real` for what could not be brought back (design rule 11)."""
+    def keep_instead(self, node: Node, real: Sequence[tuple["Handle", Tensor]]) -> None:
+        """Hold the real tensors for a node that could not be brought back (design rule 11)."""
+        kept = real[0][1]
         if node.index in self._pieces.values():
-            real = Layout.of(real).pack_compact(real)
-        node.kept, node.version, node.slot = real, real._version, None
+            kept = Layout.of(kept).pack_compact(kept)
+        else:
+            node.watched = {h.number: (tensor, h.version) for h, tensor in real}
+        node.kept, node.version, node.slot = kept, kept._version, None
         node.decision = Decision.KEEP
 
     def holder_of(self, handle: "Handle") -> Node:
@@ -464,6 +508,8 @@ class Record:
     def _argument(self, argument: Any) -> Any:
         if isinstance(argument, Ref):
             node = self.node(argument.node)
+            if node.source is not None:
+                return argument.layout.over(node.source)
             if node.kept is not None and node.kept._version != node.version:
                 raise RuntimeError(
                     MUTATED.format(name=node.name, saved=node.version, now=node.kept._version)
@@ -493,3 +539,5 @@ class Handle(NamedTuple):
     node: int
     layout: Layout
     version: int
+    number: int
+    """Counts the handles of its node."""

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Mark, Place
-from ebbtide.torch.identity import Layout, StorageRef, storage_key
+from ebbtide.torch.identity import Layout, StorageRef, clone_storage, storage_key
 from ebbtide.torch.internals import alias_of, is_plain, pause_dispatch, storage_address
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
 from ebbtide.torch.record import Call, Handle, Node, Record, Ref, Role
@@ -282,11 +282,15 @@ class Tape(TorchDispatchMode):
         if node.slot is not None:
             assert self.record.traffic is not None, "bug in ebbtide"
             self.record.traffic.settle(node.slot)
-        elif node.kept is not None and node.is_root and not node.num_packs:
-            # A root that autograd did not save: the write is legal, so keep the old value.
+            self.record.traffic.unshare(node.slot)
+        elif node.kept is not None and node.is_root and node.source is None and not node.is_copy:
+            # The write is legal where autograd saved nothing of what is written, so recipes
+            # start from the old value.
             with pause_dispatch():
-                node.kept = _clone_storage(node.kept)
-                node.version, node.is_copy = node.kept._version, True
+                node.source = clone_storage(node.kept)
+            if not node.num_packs:
+                node.kept, node.version, node.is_copy = node.source, node.source._version, True
+                node.source = None
 
     # -- saved tensors -------------------------------------------------------------------------
 
@@ -299,16 +303,27 @@ class Tape(TorchDispatchMode):
             if not is_plain(tensor) or tensor.device != self._device:
                 return _Alias(alias_of(tensor), tensor._version)
             node = self._node_of(tensor)
-            handle = Handle(self.record, node.index, Layout.of(tensor), tensor._version)
+            handle = Handle(
+                self.record, node.index, Layout.of(tensor), tensor._version, node.num_packs
+            )
             node.num_packs += 1
-            if node.decision is not Decision.RECOMPUTE and node.slot is None:
-                self._store(node, tensor, handle.layout)
+            if node.decision is not Decision.RECOMPUTE:
+                self._store(node, tensor, handle)
             if self.is_checked:
                 self.real.append((handle, alias_of(tensor)))
             return handle
 
-    def _store(self, node: Node, tensor: Tensor, layout: Layout) -> None:
+    def _store(self, node: Node, tensor: Tensor, handle: Handle) -> None:
+        layout = handle.layout
+        if node.slot is not None:
+            assert self.record.traffic is not None, "bug in ebbtide"
+            self.record.traffic.watch(node.slot, tensor)
+            return
+        is_held = node.kept is not None
         self._hold(node, tensor)
+        if node.kept is not None and not node.is_copy:
+            alias = alias_of(tensor) if is_held else node.kept
+            node.watched[handle.number] = alias, handle.version
         if node.place is None:
             return
         if 2 * layout.num_bytes < node.num_bytes and not node.is_root and not layout.has_overlap:
@@ -382,10 +397,14 @@ class Tape(TorchDispatchMode):
         if is_input and self._copies_inputs:
             self.held_inputs.append((alias_of(tensor), tensor._version))
             with pause_dispatch():
-                node.kept = _clone_storage(tensor)
+                node.kept = clone_storage(tensor)
             node.version, node.is_copy = node.kept._version, True
             return
         node.kept, node.version = alias_of(tensor), tensor._version
+        owner = tensor._base if tensor._base is not None else tensor
+        # A part of a storage that is no view counts its versions apart from the other parts, as
+        # those of `unsafe_split` do: an equal version does not tell that the storage is the same.
+        node.is_shared = owner.numel() * owner.element_size() >= node.num_bytes
 
     def _new_node(
         self,
@@ -470,9 +489,3 @@ def restore_alias(packed: _Alias) -> Tensor:
             MUTATED.format(name="a tensor", saved=packed.version, now=packed.tensor._version)
         )
     return packed.tensor
-
-
-def _clone_storage(tensor: Tensor) -> Tensor:
-    storage = tensor.untyped_storage().clone()
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())

@@ -22,6 +22,7 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.torch.anchors import TURN_END_RANK, Anchors
 from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream
 from ebbtide.torch.identity import StorageRef, storage_key
+from ebbtide.torch.internals import alias_of
 from ebbtide.torch.tiers import Tiers
 
 MUTATED: Final = (
@@ -67,7 +68,7 @@ class Slot:
 
     __slots__ = (
         "__weakref__", "_graveyard", "copies", "fetch_rank", "forward_pass", "index", "is_used",
-        "name", "version", "watched", "written",
+        "name", "others", "version", "watched", "written",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +88,8 @@ class Slot:
         self.watched: Tensor | None = watched
         """While leaving: an alias of the source that shares its version counter."""
         self.version = watched._version
+        self.others: list[tuple[Tensor, int]] = []
+        """While leaving: more aliases, which may count their versions apart, and their versions."""
         self.written = 0
         """The source's later version, when it was written to while its copy may have run."""
         self.is_used = False
@@ -195,7 +198,14 @@ class Traffic:
         self._by_storage: dict[int, tuple[StorageRef, weakref.ref[Slot]]] = {}
 
     def evict(
-        self, name: str, source: Tensor, place: Place, watched: Tensor, activation: str = ""
+        self,
+        name: str,
+        source: Tensor,
+        place: Place,
+        watched: Tensor,
+        activation: str = "",
+        *,
+        is_shared: bool = True,
     ) -> Slot:
         """Start to copy `source`, a whole storage as bytes, to `place`.
 
@@ -206,13 +216,15 @@ class Traffic:
             watched: An alias that shares the version counter of the tensor autograd saved.
             activation: What the plan decides for, if that is not `name`: a piece has a name of
                 its own.
+            is_shared: The version of `watched` tells whether the storage was written to, so a
+                later evict of the storage may find this slot.
 
         Returns:
             The slot; one that exists already, if another block evicted the same storage
             (design rule 3: one storage moves once).
         """
         self.bury()
-        found = self._find(source, watched)
+        found = self._find(source, watched) if is_shared else None
         if found is not None:
             self.tiers.give_back(place, None)
             self._anchor(found, activation or name)
@@ -242,7 +254,9 @@ class Traffic:
         if self.anchors.has_releases:
             rank = self.anchors.release_ranks.get(activation or name, self.anchors.turn_start_rank)
             heapq.heappush(self._releases, (rank, slot.index, weakref.ref(slot)))
-        self._by_storage[slot.copies.key] = StorageRef(source.untyped_storage()), weakref.ref(slot)
+        if is_shared:
+            known = StorageRef(source.untyped_storage()), weakref.ref(slot)
+            self._by_storage[slot.copies.key] = known
         self.ledger.count_eviction(place.tier, num_bytes)
         self.ledger.count_device_bytes(num_bytes)
         return slot
@@ -321,11 +335,23 @@ class Traffic:
             return
         self._note_write(slot)
         slot.watched = None
+        slot.others.clear()
         self._fence_leaving(copies)
         current = self._device.current_stream()
         if current != copies.source_stream:
             self._device.wait(current, copies.copied_out)
         copies.leaving = None
+
+    def watch(self, slot: Slot, tensor: Tensor) -> None:
+        """Note writes to another tensor of the storage, while its source is still held."""
+        if slot.watched is not None:
+            slot.others.append((alias_of(tensor), tensor._version))
+
+    def unshare(self, slot: Slot) -> None:
+        """Let no later evict of the storage find `slot`: the storage is written to next."""
+        known = self._by_storage.get(slot.copies.key)
+        if known is not None and known[1]() is slot:
+            del self._by_storage[slot.copies.key]
 
     def settle_all(self) -> None:
         """Fence every copy out and let the sources go: at the turn from forward to backward."""
@@ -483,8 +509,11 @@ class Traffic:
 
     @staticmethod
     def _note_write(slot: Slot) -> None:
-        if slot.watched is not None and slot.watched._version != slot.version:
-            slot.written = slot.watched._version
+        if slot.watched is None:
+            return
+        for alias, version in ((slot.watched, slot.version), *slot.others):
+            if alias._version != version:
+                slot.written = alias._version
 
     def _fetch(self, slot: Slot) -> None:
         copies = slot.copies
