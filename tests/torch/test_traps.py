@@ -198,10 +198,19 @@ def write_unseen_to_root(x: Tensor) -> Tensor:
     return result
 
 
+def write_unseen_to_saved_root(x: Tensor) -> Tensor:
+    """Write behind torch's back to what is saved, and what a recipe of another value reads."""
+    result = x.tanh()
+    other = (result + 1.0).sin()
+    result.detach().numpy()[:, ::2] *= 0.5
+    return result + other
+
+
 UNSEEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "to a saved value": (write_unseen_to_saved, "tanh"),
     "to an evicted value": (write_unseen_to_evicted, "cumsum#2"),
     "to a root": (write_unseen_to_root, "tanh"),
+    "to a saved root": (write_unseen_to_saved_root, "tanh"),
 }
 
 

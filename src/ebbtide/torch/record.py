@@ -7,7 +7,6 @@ so there are no reference cycles: a record dies with the last autograd node that
 something in it (design rule 4), and takes its device copies and places along.
 """
 
-import contextlib
 import enum
 import weakref
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch import Tensor
 from ebbtide.errors import RuntimeStateError
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
-from ebbtide.torch.identity import Layout, bytes_of, clone_storage, have_equal_bits
+from ebbtide.torch.identity import Layout, bytes_of, have_equal_bits
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
 from ebbtide.workload import OpKind
 
@@ -374,25 +373,25 @@ class Record:
             and node.role in ACTIVATION_ROLES
         )
 
-    def check(
-        self, real: list[tuple["Handle", Tensor]]
-    ) -> list[tuple[Node, list[tuple["Handle", Tensor]]]]:
+    def check(self, real: list[tuple["Handle", Tensor]]) -> list[Node]:
         """Compare what backward would get with the real tensors, bit for bit; empties `real`.
 
         Waits for the device. Real tensors are let go once they were compared, small ones of what
-        was evicted first, so that little more is held than the real tensors alone. Returns the
-        nodes that came back different, with what should have come.
+        was evicted first, so that little more is held than the real tensors alone. What comes
+        back different is kept at once: recipes that start from it lie behind it, and are checked
+        with what is kept. Returns those nodes.
         """
         by_node: dict[int, list[tuple[Handle, Tensor]]] = {}
         for handle, tensor in real:
             by_node.setdefault(self.holder_of(handle).index, []).append((handle, tensor))
         real.clear()
-        wrong: list[tuple[Node, list[tuple[Handle, Tensor]]]] = []
+        wrong: list[Node] = []
         for index in sorted(by_node, key=self._order_in_check):
             node, of_node = self.node(index), by_node.pop(index)
             if node.kept is None and not self._comes_back(node, of_node):
-                self._fix_source(node)
-                wrong.append((node, of_node))
+                self.drop_device_copies()
+                self._keep_instead(node, of_node)
+                wrong.append(node)
         self.drop_device_copies()
         return wrong
 
@@ -419,12 +418,6 @@ class Record:
                 return False
         return True
 
-    def _fix_source(self, node: Node) -> None:
-        """Let recipes start from what they were checked with, whatever is kept for `node`."""
-        if node.source is None and node.is_root:
-            with contextlib.suppress(StorageFreedError):
-                node.source = clone_storage(self._storage_of(node))
-
     def end_check(self) -> None:
         """Let go of what the plan keeps and backward can make again.
 
@@ -439,7 +432,7 @@ class Record:
                     node.watched.clear()
         self._count_uses(self._needed_calls(is_after_check=False))
 
-    def keep_instead(self, node: Node, real: Sequence[tuple["Handle", Tensor]]) -> None:
+    def _keep_instead(self, node: Node, real: Sequence[tuple["Handle", Tensor]]) -> None:
         """Hold the real tensors for a node that could not be brought back (design rule 11)."""
         kept = real[0][1]
         if node.index in self._pieces.values():

@@ -567,9 +567,9 @@ class Runtime:
         return all(d is Decision.KEEP for d in decisions)
 
     def _check(self, state: BlockState, record: Record, tape: Tape) -> None:
-        for node, real in record.check(tape.real):
-            state.unsafe.add(node.name)
-            record.keep_instead(node, real)
+        wrong = record.check(tape.real)
+        for node in wrong:
+            state.unsafe.add(node.activation)
             self.ledger.count_kept_not_understood("did not come back bit for bit")
             log.warning(
                 "%s did not come back bit for bit (made by %s); it is kept on the device. "
@@ -578,7 +578,8 @@ class Runtime:
                 node.name,
                 node.op or "code outside the block",
             )
-        record.end_check()
+        if not wrong:  # or what recipes start from would not be what was checked
+            record.end_check()
         state.checked_plans.append(self.plan)
 
     def _parameter_storages(self, state: BlockState, block: nn.Module) -> dict[int, Tensor]:
