@@ -459,6 +459,40 @@ class Spectral(nn.Module):
         return h_BTD + self.second(self.first(h_BTD).tanh())
 
 
+class Remembering(nn.Module):
+    """Adds the mean of a buffer that each training pass moves; adding saves neither of the two.
+
+    Args:
+        num_rows: Rows of the buffer.
+        is_late: Write after reading, not before.
+        is_saved: Multiply by the buffer's first row, so that autograd saves it.
+    """
+
+    def __init__(self, num_rows: int, *, is_late: bool, is_saved: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.is_late = is_late
+        self.is_saved = is_saved
+        self.seen: Tensor
+        self.register_buffer("seen", torch.randn(num_rows, WIDTH))
+        self.table = torch.randn(WIDTH)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        if not self.is_late:
+            self._move(h_BTD)
+        mean_D = self.seen.mean(0)
+        x_BTD = (self.linear(h_BTD) + mean_D + self.table).tanh()
+        if self.is_saved:
+            x_BTD = x_BTD * self.seen[0]
+        if self.is_late:
+            self._move(h_BTD)
+        return h_BTD + x_BTD
+
+    @torch.no_grad()
+    def _move(self, h_BTD: Tensor) -> None:
+        self.seen.lerp_(h_BTD.mean((0, 1)).expand_as(self.seen), 0.1)
+
+
 class InPlace(nn.Module):
     """Writes to its own input, which nobody saved before."""
 

@@ -164,6 +164,9 @@ MUTATIONS = (
     Mutation(3, "a write to another part of what is leaving is not noted", "traffic.py",
              "((slot.watched, slot.version), *slot.others)",
              "((slot.watched, slot.version),)"),
+    Mutation(3, "recipes start from small buffers themselves", "tape.py",
+             "if self._may_be_written(node, key) and",
+             "if False and"),
     Mutation(4, "handles are kept in a global list", "tape.py",
              "node.num_packs += 1",
              "node.num_packs += 1\n"

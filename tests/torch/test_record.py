@@ -208,6 +208,22 @@ def test_a_root_may_be_written_to_once_it_was_taken() -> None:
         assert made.record.num_replayed_calls > 0
 
 
+@pytest.mark.parametrize("num_rows", [2, 2048])
+def test_a_table_that_is_written_to_before_backward_gives_its_old_value_or_an_error(
+    num_rows: int,
+) -> None:
+    """Of a small one there is a copy; torch itself would allow the write to both."""
+    table = torch.ones(num_rows, NUM)
+    made = record_forward(lambda x: (x + table.mean(0)).sin())
+    table.add_(1.0)
+    if num_rows == 2:
+        assert made.num_replayed(made.handles[0]) == 2
+        assert have_equal_bits(made.record.restore(made.handles[0]), made.real[0])
+    else:
+        with pytest.raises(RuntimeError, match="shared was written to after autograd saved it"):
+            made.record.restore(made.handles[0])
+
+
 def test_a_call_with_two_outputs_is_replayed_once_for_both() -> None:
     def function(x: Tensor) -> Tensor:
         variance, mean = torch.var_mean(x.view(8, -1), dim=1)

@@ -124,6 +124,8 @@ class Runtime:
         self._restoring: weakref.ref[Record] | None = None
         self._local = threading.local()
         self._model_storages: dict[int, Tensor] = {}
+        self._written: set[int] = set()
+        """Storages of parameters and buffers that blocks were seen to write to."""
         self._has_turned = False
         """The last block's forward has ended: the next block that starts is in another pass."""
         self._watched: list[tuple[BlockState, Tensor, int]] = []
@@ -210,6 +212,7 @@ class Runtime:
                 copies_inputs=state.is_input_written or state.observed is None,
                 is_checked=is_checked,
                 timer=timing,
+                written=self._written,
                 has_moments=self.traffic is not None and self.traffic.anchors.has_releases,
             )
             forward.tape = tape

@@ -28,6 +28,10 @@ from ebbtide.workload import OpKind
 _NUM_ATTENTION_VALUES = 2
 
 
+_MAX_COPIED_BYTES = 64 * 1024
+"""Of what is only referenced, recipes start from a copy up to this size: it costs one small clone,
+and saves nothing to move (it is the size below which nothing is moved, by default)."""
+
 _FROM_PARAMETERS = frozenset({Role.PARAMETER, Role.DERIVED})
 
 
@@ -88,6 +92,8 @@ class Tape(TorchDispatchMode):
         copies_inputs: Hold block inputs as copies, because the model writes to them later.
         is_checked: Keep the real tensors, for `Record.check`.
         timer: Measures the calls.
+        written: Storages of parameters and buffers that some block was seen to write to; those
+            of this one are added.
         has_moments: The plan lets evictions go at calls of its own choice: the policy is told
             which call comes. Else it is not, which saves time in each call.
     """
@@ -113,6 +119,7 @@ class Tape(TorchDispatchMode):
         copies_inputs: bool,
         is_checked: bool,
         timer: CallTimer | None = None,
+        written: set[int] | None = None,
         has_moments: bool = False,
     ) -> None:
         super().__init__()
@@ -127,6 +134,7 @@ class Tape(TorchDispatchMode):
         self.is_checked = is_checked
         self._timer = timer
         self._has_moments = has_moments
+        self._written = set[int]() if written is None else written
         self._by_storage: dict[int, Node] = {}
         self._storages: list[StorageRef] = []
         self._copies_inputs = copies_inputs
@@ -266,6 +274,7 @@ class Tape(TorchDispatchMode):
             key = storage_key(target)
             if key in self._parameters:
                 self._by_storage.pop(key, None)
+                self._written.add(key)
                 continue
             self._new_opaque(func, facts, target, kind)
         for output in result if isinstance(result, tuple | list) else (result,):
@@ -345,10 +354,23 @@ class Tape(TorchDispatchMode):
         for key, tensor in tensors.items():
             node = self._by_storage[key]
             node.is_root = True
+            if self._may_be_written(node, key) and node.source is None and not node.is_copy:
+                with pause_dispatch():
+                    node.source = _clone_storage(tensor)
             if node.decision is Decision.RECOMPUTE or node.slot is not None:
                 continue
             self._hold(node, tensor)
             self.record.evict(node)
+
+    def _may_be_written(self, node: Node, key: int) -> bool:
+        """Return whether what is only referenced may have another value in backward.
+
+        That is legal where autograd does not save it, as where a module clones its buffers.
+        """
+        if node.role is Role.PARAMETER:
+            is_buffer = type(self._parameters[key]) is Tensor
+            return key in self._written or (is_buffer and node.num_bytes <= _MAX_COPIED_BYTES)
+        return node.role is Role.SHARED and node.num_bytes <= _MAX_COPIED_BYTES
 
     # -- nodes ---------------------------------------------------------------------------------
 
