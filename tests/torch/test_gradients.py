@@ -22,6 +22,7 @@ from tests.torch import models
 from tests.torch.cases import CASES, ODD_CASES, stack_of
 from tests.torch.models import NUM_TOKENS, WIDTH, Gated, Stack, features, tokens
 from tests.torch.training import (
+    NUM_STEPS,
     PLANS,
     Step,
     Trace,
@@ -321,13 +322,34 @@ def test_a_forward_that_is_interrupted_leaves_nothing_behind(plan: str, tmp_path
     assert differences(trace, train(seeded(stack_of(models.Failing)), interrupted_step)) == []
 
 
-@pytest.mark.xfail(strict=True, reason="until the model runs again, all is recorded for its block")
-def test_another_model_may_train_after_an_interrupt() -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("plan", ["recompute", "offload"])
+def test_another_model_may_train_after_an_interrupt(
+    plan: str, error: type[BaseException], tmp_path: Path
+) -> None:
     model, other = seeded(stack_of(models.Failing)), seeded(stack_of(Gated))
-    with attach(model, "recompute"):
+    with attach_here(model, plan, tmp_path) as tide:
+        ours = train(model, feature_step)
+        fail_in_the_middle(model, error)
+        tide.reset_statistics()
+        trace = train(other, feature_step)
+        counts = tide.statistics()
+        assert counts.moved_out_bytes == counts.num_recomputed_ops == held_bytes(tide) == 0
+        again = train(model, feature_step, first=NUM_STEPS)
+    plain = seeded(stack_of(models.Failing))
+    assert differences(trace, train(seeded(stack_of(Gated)), feature_step)) == []
+    assert differences(ours, train(plain, feature_step)) == []
+    assert differences(again, train(plain, feature_step, first=NUM_STEPS)) == []
+
+
+def test_another_attached_model_may_train_after_an_interrupt(tmp_path: Path) -> None:
+    model, other = seeded(stack_of(models.Failing)), seeded(stack_of(Gated))
+    (tmp_path / "other").mkdir()
+    with attach(model, "recompute"), attach_here(other, "offload", tmp_path / "other") as tide:
         train(model, feature_step)
         fail_in_the_middle(model, KeyboardInterrupt)
-        trace = train(other, feature_step)
+        trace = train_attached(tide, other, feature_step)
+        assert_plan_was_run(tide)
     assert differences(trace, train(seeded(stack_of(Gated)), feature_step)) == []
 
 

@@ -1,16 +1,23 @@
 """What a tape holds while a block runs, and what it lets go of afterwards."""
 
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _get_current_dispatch_mode_stack,  # pyright: ignore[reportPrivateUsage]
 )
 
 from ebbtide.torch import attach
 from ebbtide.torch.identity import StorageRef
+from ebbtide.torch.internals import has_ended
 
 
 class Casting(nn.Module):
@@ -82,7 +89,7 @@ class Interrupted(nn.Module):
 
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_a_step_that_was_interrupted_leaves_no_mode_behind(is_closed: bool) -> None:
-    """torch calls no hook after a `KeyboardInterrupt`: the next forward, or close, cleans up."""
+    """torch calls no hook after a `KeyboardInterrupt`."""
     torch.manual_seed(0)
     blocks = [Interrupted() for _ in range(3)]
     model = nn.Sequential(*blocks)
@@ -103,3 +110,94 @@ def test_a_step_that_was_interrupted_leaves_no_mode_behind(is_closed: bool) -> N
     got = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
     tide.close()
+
+
+@pytest.fixture
+def interrupted() -> Iterator[nn.Sequential]:
+    """An attached model, after an interrupt in the middle of its forward."""
+    torch.manual_seed(0)
+    blocks = [Interrupted() for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    with attach(model, "recompute"):
+        model(torch.ones(2, 16)).sum().backward()
+        blocks[1].is_interrupted = True
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2, 16))
+        blocks[1].is_interrupted = False
+        assert len(_get_current_dispatch_mode_stack()) == 1
+        yield model
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def gradient_of_other() -> Tensor:
+    """Train something that is not attached."""
+    weight = torch.linspace(0.0, 1.0, 16).requires_grad_()
+    (weight * weight).tanh().sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_an_interrupted_tape_goes_when_autograd_saves_something(interrupted: nn.Module) -> None:
+    got = gradient_of_other()
+    assert _get_current_dispatch_mode_stack() == []
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hook is left, so this is allowed"):
+        assert torch.equal(got, gradient_of_other())
+
+
+def test_an_interrupted_tape_goes_in_a_pass_without_gradients(interrupted: nn.Module) -> None:
+    with torch.no_grad():
+        interrupted(torch.ones(2, 16))
+    assert _get_current_dispatch_mode_stack() == []
+
+
+class Counting(TorchDispatchMode):
+    """Counts the calls that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.num_calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("on_top", [Counting, torch.autograd.graph.save_on_cpu])
+def test_what_was_entered_since_the_interrupt_stays_on_top(
+    on_top: type[AbstractContextManager[Any]], interrupted: nn.Module
+) -> None:
+    """torch leaves what was entered last, whoever asks: the tape must wait for its turn."""
+    wanted = torch.linspace(0.0, 1.0, 16)
+    wanted = 2 * wanted * (1 - (wanted * wanted).tanh() ** 2)
+    context = on_top()
+    with context:
+        assert torch.allclose(gradient_of_other(), wanted)
+        interrupted(torch.ones(2, 16)).sum().backward()  # its blocks put tapes on, and off again
+        if isinstance(context, Counting):
+            assert _get_current_dispatch_mode_stack()[-1] is context
+            before = context.num_calls
+            gradient_of_other()
+            assert context.num_calls > before
+    assert torch.allclose(gradient_of_other(), wanted)
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_a_frame_has_ended_when_it_runs_on_no_thread() -> None:
+    frames: list[FrameType] = []
+    is_known, may_end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        frames.append(sys._getframe())  # pyright: ignore[reportPrivateUsage]
+        is_known.set()
+        may_end.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    is_known.wait()
+    assert not has_ended(frames[0])
+    assert not has_ended(sys._getframe())  # pyright: ignore[reportPrivateUsage]
+    may_end.set()
+    thread.join()
+    assert has_ended(frames[0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +52,12 @@ class Forward:
         self.record = record
         self.policy = policy
         self.tape: Tape | None = None
-        self.stack = ExitStack()
         self.path: list[tuple[str, bool]] = [(state.path, False)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether an interrupt ended the block's forward: torch calls no hook then."""
+        return self.tape is not None and self.tape.is_over
 
     def scope(self) -> tuple[str, bool]:
         return self.path[-1]

@@ -8,12 +8,19 @@ tests of this module, not in the middle of somebody's run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
@@ -26,6 +33,44 @@ def pause_dispatch() -> AbstractContextManager[Any]:
 def pause_autocast() -> AbstractContextManager[Any]:
     """Return a guard under which autocast casts nothing, on any device."""
     return torch._C._DisableAutocast()
+
+
+def is_top_mode(mode: TorchDispatchMode) -> bool:
+    """Return whether `mode` is the dispatch mode that was entered last in this thread."""
+    return _get_current_dispatch_mode() is mode
+
+
+def is_active_mode(mode: TorchDispatchMode) -> bool:
+    """Return whether `mode` sees the calls of this thread, whatever was entered since."""
+    return any(entered is mode for entered in _get_current_dispatch_mode_stack())
+
+
+def pop_pack_hook(pack: Callable[[Tensor], Any]) -> None:
+    """Leave the saved-tensor hooks of `pack`, if they were entered last in this thread."""
+    native: Any = torch._C  # torch declares no type for its `_autograd`
+    hooks = native._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0] == pack:
+        native._autograd._pop_saved_tensors_default_hooks()
+
+
+def frame_of_module_call() -> FrameType | None:
+    """Return the frame in which torch runs the module of the hook that calls this, or None.
+
+    It ends with the module's forward, whatever ended that.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != nn.Module.__module__:
+        frame = frame.f_back
+    return frame
+
+
+def has_ended(frame: FrameType) -> bool:
+    """Return whether a frame has ended, on whichever thread; its variables are dropped then."""
+    try:
+        frame.clear()
+    except RuntimeError:  # it cannot be cleared while it runs
+        return False
+    return True
 
 
 def alias_of(tensor: Tensor) -> Tensor:

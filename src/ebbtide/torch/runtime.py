@@ -38,8 +38,10 @@ from ebbtide.torch.internals import (
     call_after_backward,
     count_ooms,
     current_autograd_node,
+    frame_of_module_call,
     is_in_backward,
     pause_autocast,
+    pause_dispatch,
 )
 from ebbtide.torch.pace import Pace
 from ebbtide.torch.record import Handle, Record
@@ -158,11 +160,13 @@ class Runtime:
 
     def enter(self, state: BlockState, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Start to record a block's forward."""
+        if self._forward is not None and self._forward.is_over:
+            self._abandon(self._forward)
         # Design rule 5: a pass without gradients is invisible.
         if self.is_closed or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return
         if self._forward is not None:
-            # Blocks never nest: an interrupt ended that forward, and torch called no hook.
+            # Blocks never nest: that forward was ended in a way that nothing told of.
             self._abandon(self._forward)
         if state.is_left_alone:
             return
@@ -214,13 +218,12 @@ class Runtime:
                 timer=timing,
                 written=self._written,
                 has_moments=self.traffic is not None and self.traffic.anchors.has_releases,
+                frame=frame_of_module_call(),
+                note_over=_caller_of(self, Runtime._abandon_interrupted),
             )
             forward.tape = tape
-            forward.stack.enter_context(tape)
-            forward.stack.enter_context(
-                torch.autograd.graph.saved_tensors_hooks(tape.pack, self.unpack)
-            )
             self._local.forward = forward
+            tape.put_on(self.unpack)
             if timing is not None:
                 timing.start_forward()
 
@@ -278,27 +281,33 @@ class Runtime:
             "step again, or name the other blocks: attach(model, blocks=[...])."
         )
 
+    def _abandon_interrupted(self) -> None:
+        if self._forward is not None and self._forward.is_over:
+            self._abandon(self._forward)
+
     def _abandon(self, forward: Forward) -> None:
         self._local.forward = None
-        forward.stack.close()
-        with self._lock, torch.no_grad():
+        tape, forward.tape = forward.tape, None  # or a cycle would hold the record
+        if tape is not None:
+            tape.take_off()
+        with self._lock, torch.no_grad(), pause_dispatch():
             if forward.timing is not None and self.stopwatch is not None:
                 self.stopwatch.abort()
             forward.record.seal()
-            if forward.tape is not None:
-                forward.tape.forget()
+            if tape is not None:
+                tape.forget()
 
     def _end_record(self, state: BlockState, *, has_failed: bool) -> None:
         forward = self._forward
         if forward is None or forward.state is not state:
             return
-        self._local.forward = None
+        record, tape = forward.record, forward.tape
+        assert tape is not None, "bug in ebbtide"
         if forward.timing is not None:
             forward.timing.end_forward()
-        forward.stack.close()
+        tape.take_off()
+        self._local.forward = None
         with self._lock, torch.no_grad(), pause_autocast():
-            record, tape = forward.record, forward.tape
-            assert tape is not None, "bug in ebbtide"
             forward.tape = None  # a cycle would hold the record until the garbage collector runs
             if state.observed is None and not has_failed:
                 state.observed = observed_block(state, record)

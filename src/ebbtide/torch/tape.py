@@ -8,16 +8,27 @@ the storages that the calls made.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Mark, Place
 from ebbtide.torch.identity import Layout, StorageRef, clone_storage, storage_key
-from ebbtide.torch.internals import alias_of, is_plain, pause_dispatch, storage_address
+from ebbtide.torch.internals import (
+    alias_of,
+    has_ended,
+    is_active_mode,
+    is_plain,
+    is_top_mode,
+    pause_dispatch,
+    pop_pack_hook,
+    storage_address,
+)
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
 from ebbtide.torch.record import Call, Handle, Node, Record, Ref, Role
 from ebbtide.torch.traffic import MUTATED
@@ -96,6 +107,9 @@ class Tape(TorchDispatchMode):
             of this one are added.
         has_moments: The plan lets evictions go at calls of its own choice: the policy is told
             which call comes. Else it is not, which saves time in each call.
+        frame: Ends with the block's forward. torch calls no hook when an interrupt ended that, so
+            the tape looks for itself. None: it is told.
+        note_over: Called when autograd saves something after the end of `frame`.
     """
 
     supports_higher_order_operators = True
@@ -121,6 +135,8 @@ class Tape(TorchDispatchMode):
         timer: CallTimer | None = None,
         written: set[int] | None = None,
         has_moments: bool = False,
+        frame: FrameType | None = None,
+        note_over: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self.record = record
@@ -145,6 +161,32 @@ class Tape(TorchDispatchMode):
         self._num_calls = 0
         self._is_alike = bool(names)
         self._num_named: dict[str, int] = {}
+        self._frame = frame
+        self._note_over = note_over
+        self._is_over = False
+
+    def put_on(self, unpack: Callable[[Any], Tensor]) -> None:
+        """Listen to the calls of this thread, and to what autograd saves in it."""
+        saved_tensors_hooks(self.pack, unpack).__enter__()
+        self.__enter__()
+
+    def take_off(self) -> None:
+        """Listen no more. Where something was entered since, what lies below that stays on.
+
+        It is inert then, and goes when autograd next saves something with nothing on top.
+        """
+        self._is_over, self._frame = True, None
+        if is_top_mode(self):
+            self.__exit__(None, None, None)
+        if not is_active_mode(self):  # the hook is what takes the mode off later
+            pop_pack_hook(self.pack)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the block's forward has ended: what is called then belongs to somebody else."""
+        if self._frame is not None and has_ended(self._frame):
+            self._is_over, self._frame = True, None
+        return self._is_over
 
     def add_parameters(self, parameters: dict[int, Tensor]) -> None:
         """Note parameters that came in the middle of the block: FSDP groups gather theirs."""
@@ -163,6 +205,7 @@ class Tape(TorchDispatchMode):
         self._parameters = {}
         self.held_inputs.clear()
         self.real.clear()
+        self._is_over, self._frame, self._note_over = True, None, None
 
     # -- calls ---------------------------------------------------------------------------------
 
@@ -173,6 +216,8 @@ class Tape(TorchDispatchMode):
             if any(t.__name__ == "FakeTensor" for t in types):
                 return func(*args, **(kwargs or {}))  # DTensor plans with it: it has no bytes
             return NotImplemented  # a subclass unwraps itself; its inner calls come here
+        if self.is_over:
+            return func(*args, **(kwargs or {}))
         facts = facts_of(func)
         kwargs = kwargs or {}
         if facts.is_view:
@@ -305,6 +350,12 @@ class Tape(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Any:
         """Take over what autograd saves; the saved-tensor hook of the block."""
+        if self.is_over:
+            packed = _Alias(alias_of(tensor), tensor._version)
+            self.take_off()
+            if self._note_over is not None:
+                self._note_over()
+            return packed
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
             self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
             return _Alias(alias_of(tensor), tensor._version)
