@@ -407,7 +407,7 @@ class Tape(TorchDispatchMode):
             node.is_root = True
             if self._may_be_written(node, key) and node.source is None and not node.is_copy:
                 with pause_dispatch():
-                    node.source = _clone_storage(tensor)
+                    node.source = clone_storage(tensor)
             if node.decision is Decision.RECOMPUTE or node.slot is not None:
                 continue
             self._hold(node, tensor)
