@@ -62,6 +62,7 @@ def test_a_block_becomes_numbers_in_forward_order() -> None:
     assert block.is_saved == (True, True, True, False, True)
     assert block.call_of == (0, 1, 1, 2, 3)
     assert block.uses == ((4, 0), (2, 1))
+    assert block.first_used == (4, 2)
     assert (block.compute_ns, block.held_bytes) == ((7, 9), (40, 50))
     assert (block.rest_ns, block.workspace_bytes) == (6, 2)
     assert block.pins == (None,) * 5

@@ -23,13 +23,13 @@ def closed_form_ns(
     room = caps.device_bytes - outside.resident_bytes - outside.constant_bytes - outside.turn_bytes
     stored = sum(menus[c][0].num_bytes for c in chain.class_of)
     excess = max(0, stored - room)
-    blocks = [chain.classes[c] for c in chain.class_of]
-    forward_ns = sum(block.forward_ns for block in blocks)
-    backward_ns = sum(block.backward_ns for block in blocks)
     out_rate, in_rate = link_rates(machine, caps)
     tiers = caps.host_bytes + caps.disk_bytes
     # In bytes a ns, and the free window; recomputing lengthens backward's.
-    sides = ((out_rate * 1e-9, forward_ns, False), (in_rate * 1e-9, backward_ns, True))
+    sides = (
+        (out_rate * 1e-9, chain.forward_ns, False),
+        (in_rate * 1e-9, chain.backward_ns, True),
+    )
     delay = max(
         _least_delay_ns(chain, menus, excess, tiers, rate, window, is_backward)
         for rate, window, is_backward in sides

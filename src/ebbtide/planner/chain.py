@@ -4,7 +4,7 @@ Blocks that differ in their names alone are one `BlockClass`. A planner works ou
 with a class once (`ebbtide.planner.menu`, `ebbtide.planner.program`) and decides block by block.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ebbtide.errors import PlanError
@@ -42,6 +42,9 @@ class BlockClass:
     """In forward order."""
     uses: tuple[tuple[int, ...], ...]
     """Activations that each backward event asks for, in backward order."""
+    first_used: tuple[int | None, ...]
+    """For each backward event an activation that no event before it asks for; None if it has
+    none."""
     compute_ns: tuple[int, ...]
     """Time of each backward event."""
     held_bytes: tuple[int, ...]
@@ -80,13 +83,25 @@ class Chain:
     @property
     def base_ns(self) -> int:
         """Time of a step without recomputation and without waiting."""
-        blocks = (self.classes[c] for c in self.class_of)
-        return sum(c.forward_ns + c.backward_ns for c in blocks) + self.outside_ns
+        return self.forward_ns + self.backward_ns + self.outside_ns
+
+    @property
+    def forward_ns(self) -> int:
+        """Time of all blocks' forward."""
+        return sum(block.forward_ns * count for block, count in self._counted())
+
+    @property
+    def backward_ns(self) -> int:
+        """Time of all blocks' backward without recomputation."""
+        return sum(block.backward_ns * count for block, count in self._counted())
 
     @property
     def outside_ns(self) -> int:
         """Time outside of the blocks."""
         return self.outside.turn_ns + self.outside.ends_ns
+
+    def _counted(self) -> list[tuple[BlockClass, int]]:
+        return [(block, self.class_of.count(c)) for c, block in enumerate(self.classes)]
 
 
 def compile_chain(workload: Workload, pins: Mapping[str, Decision] | None = None) -> Chain:
@@ -105,51 +120,41 @@ def compile_chain(workload: Workload, pins: Mapping[str, Decision] | None = None
             f"the workload of {workload.model} has no times, and a budget needs them: it was "
             "written by hand or by an older version. Observe it again: ebbtide observe."
         )
+    names = tuple(tuple(a.name for a in block.activations) for block in workload.blocks)
+    pins = pins or {}
     classes: dict[BlockClass, int] = {}
+    known: dict[Hashable, int] = {}
     class_of: list[int] = []
-    for block, before in zip(workload.blocks, (None, *workload.blocks), strict=False):
-        if before is not None and not pins and _is_like(block, before):
-            class_of.append(class_of[-1])
-            continue
-        compiled = _compile_block(block, pins or {})
-        class_of.append(classes.setdefault(compiled, len(classes)))
-    return Chain(
-        classes=tuple(classes),
-        class_of=tuple(class_of),
-        names=tuple(tuple(a.name for a in block.activations) for block in workload.blocks),
-        outside=outside,
-    )
+    for block, of_block in zip(workload.blocks, names, strict=True):
+        key = _without_names(block, of_block, pins)
+        if key not in known:
+            known[key] = classes.setdefault(_compile_block(block, pins), len(classes))
+        class_of.append(known[key])
+    return Chain(classes=tuple(classes), class_of=tuple(class_of), names=names, outside=outside)
 
 
-def _is_like(block: Block, other: Block) -> bool:
-    """Whether two blocks differ in their names alone; a short cut for long chains."""
-    if (
-        len(block.activations) != len(other.activations)
-        or len(block.backward) != len(other.backward)
-        or (block.rest_ns, block.workspace_bytes) != (other.rest_ns, other.workspace_bytes)
-    ):
-        return False
-    start, other_start = len(block.name), len(other.name)
-    for ours, theirs in zip(block.activations, other.activations, strict=True):
-        if (
-            ours.num_bytes != theirs.num_bytes
-            or ours.make_ns != theirs.make_ns
-            or ours.is_saved != theirs.is_saved
-            or ours.is_replayable != theirs.is_replayable
-            or ours.kind is not theirs.kind
-            or not ours.name.startswith(block.name)
-            or not ours.group.startswith(block.name)
-            or ours.name[start:] != theirs.name[other_start:]
-            or ours.group[start:] != theirs.group[other_start:]
-            or [n[start:] for n in ours.inputs] != [n[other_start:] for n in theirs.inputs]
-        ):
-            return False
-    return all(
-        ours.compute_ns == theirs.compute_ns
-        and ours.held_bytes == theirs.held_bytes
-        and [n[start:] for n in ours.uses] == [n[other_start:] for n in theirs.uses]
-        for ours, theirs in zip(block.backward, other.backward, strict=True)
-    )
+def _without_names(block: Block, names: Sequence[str], pins: Mapping[str, Decision]) -> Hashable:
+    """Return what `_compile_block` reads of a block, with numbers for names.
+
+    Comparing this is many times faster than compiling each block of a long chain.
+    """
+    number_of = {name: i for i, name in enumerate(names)}.__getitem__
+    calls: dict[str, int] = {}
+    activations = [
+        (
+            a.num_bytes,
+            a.make_ns,
+            a.is_saved,
+            a.is_replayable,
+            a.kind is OpKind.INPUT,
+            calls.setdefault(a.group, len(calls)),
+            tuple(map(number_of, a.inputs)),
+        )
+        for a in block.activations
+    ]
+    events = [(e.compute_ns, e.held_bytes, tuple(map(number_of, e.uses))) for e in block.backward]
+    pinned = tuple(map(pins.get, names)) if pins else ()
+    return tuple(activations), tuple(events), block.rest_ns, block.workspace_bytes, pinned
 
 
 def _compile_block(block: Block, pins: Mapping[str, Decision]) -> BlockClass:
@@ -176,18 +181,29 @@ def _compile_block(block: Block, pins: Mapping[str, Decision]) -> BlockClass:
     if not calls:  # a block that is left alone still takes its time
         nothing = Call(outputs=(), inputs=(), make_ns=0, is_replayable=False, is_input=False)
         calls.append(nothing)
+    uses = tuple(tuple(index[name] for name in event.uses) for event in block.backward)
     return BlockClass(
         num_bytes=tuple(activation.num_bytes for activation in block.activations),
         is_saved=tuple(activation.is_saved for activation in block.activations),
         call_of=tuple(call_of),
         calls=tuple(calls),
-        uses=tuple(tuple(index[name] for name in event.uses) for event in block.backward),
+        uses=uses,
+        first_used=_first_used(uses),
         compute_ns=tuple(event.compute_ns for event in block.backward),
         held_bytes=tuple(event.held_bytes for event in block.backward),
         rest_ns=block.rest_ns,
         workspace_bytes=block.workspace_bytes,
         pins=tuple(pins.get(activation.name) for activation in block.activations),
     )
+
+
+def _first_used(uses: Iterable[tuple[int, ...]]) -> tuple[int | None, ...]:
+    seen: set[int] = set()
+    first: list[int | None] = []
+    for asked in uses:
+        first.append(next((i for i in asked if i not in seen), None))
+        seen.update(asked)
+    return tuple(first)
 
 
 def _in_order(numbers: Iterable[int]) -> tuple[int, ...]:
