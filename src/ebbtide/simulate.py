@@ -122,18 +122,14 @@ class _Replay:
     def _forward(self, block: int) -> None:
         program, names = self._programs[block], self._chain.names[block]
         calls = self._block_class(block).calls
-        made: list[list[int]] = [[] for _ in calls]
-        for i, call in program.made_at.items():
-            made[call].append(i)
         for number, call in enumerate(calls):
             self._held -= self._freed_after.pop(self._moment - 1, 0)
             for i in call.outputs:
                 self._let_go_at(names[i])
-            new_bytes = sum(program.num_bytes[i] for i in made[number])
-            self._note(new_bytes + program.transient_bytes[number])
-            self._held += new_bytes
+            self._note(program.call_bytes[number])
+            self._held += program.call_bytes[number] - program.transient_bytes[number]
             self._compute(names[call.outputs[0]], call.make_ns)
-            for i in made[number]:
+            for i in program.made[number]:
                 decision = self._plan.decision(names[i])
                 if decision is not Decision.KEEP:
                     moved = self._evict(names[i], program.num_bytes[i], decision is Decision.DISK)

@@ -91,12 +91,9 @@ def lay_out_states(
 ) -> Found | None:
     """Return the exact layout of one candidate, or None if it does not keep to the caps."""
     treatments = treat(space, states, caps.host_bytes)
-    moved = {tier: 0 for tier in (Decision.HOST, Decision.DISK)}
-    for treatment in treatments:
-        for i, tier in treatment.tiers.items():
-            moved[tier] += treatment.program.num_bytes[i]
-    if moved[Decision.HOST] > caps.host_bytes or moved[Decision.DISK] > caps.disk_bytes:
-        return None
+    for tier, most in ((Decision.HOST, caps.host_bytes), (Decision.DISK, caps.disk_bytes)):
+        if sum(treatment.bytes_on(tier) for treatment in treatments) > most:
+            return None
     layout = lay_out(space.chain, treatments, machine, cap_bytes=caps.device_bytes)
     return None if layout is None else Found(treatments=treatments, layout=layout)
 

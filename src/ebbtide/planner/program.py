@@ -6,6 +6,7 @@ needed and last needed, so that any choice can be laid over it.
 
 from collections import Counter
 from dataclasses import dataclass
+from operator import add
 
 from ebbtide.planner.chain import BlockClass
 from ebbtide.planner.menu import Option
@@ -21,6 +22,10 @@ class Program:
     """Time of each forward moment; the last one's includes the block's `rest_ns`."""
     transient_bytes: tuple[int, ...]
     """Activations that are alive and not stored, with workspaces, at each forward moment."""
+    made: tuple[tuple[int, ...], ...]
+    """Stored activations that each forward moment makes."""
+    call_bytes: tuple[int, ...]
+    """Bytes of each forward moment beside what was stored before it."""
     event_ns: tuple[int, ...]
     """Time of each backward moment, replays included."""
     replay_ns: tuple[int, ...]
@@ -46,10 +51,15 @@ def make_program(block: BlockClass, option: Option) -> Program:
     last_held = _last_held(block)
     call_ns = [call.make_ns for call in block.calls]
     call_ns[-1] += block.rest_ns
+    transient = _transient_bytes(block, option.stored, last_held)
+    made = tuple(tuple(i for i in call.outputs if i in option.stored) for call in block.calls)
+    made_bytes = (sum(block.num_bytes[i] for i in outputs) for outputs in made)
     return Program(
         option=option,
         call_ns=tuple(call_ns),
-        transient_bytes=_transient_bytes(block, option.stored, last_held),
+        transient_bytes=transient,
+        made=made,
+        call_bytes=tuple(map(add, transient, made_bytes)),
         event_ns=tuple(event_ns),
         replay_ns=tuple(replay_ns),
         scratch_bytes=tuple(scratch),
@@ -149,7 +159,8 @@ def _count_uses(block: BlockClass, stored: frozenset[int]) -> Counter[int]:
     run: set[int] = set()
     for uses in block.uses:
         for i in uses:
-            run.update(_calls_to_make(block, i, stored, set()))
+            if i not in stored:
+                run.update(_calls_to_make(block, i, stored, set()))
     counts.update(i for number in run for i in block.calls[number].inputs)
     return counts
 

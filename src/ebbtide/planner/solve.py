@@ -251,20 +251,18 @@ class _Solver:
 
     def _plan(self, found: Found, caps: Caps, bound_ns: int) -> Plan:
         decisions: dict[str, Decision] = {}
-        moved = {Decision.HOST: 0, Decision.DISK: 0}
         for block, treatment in enumerate(found.treatments):
+            names = self._chain.names[block]
             for i, decision in self._decisions(block, treatment).items():
-                decisions[self._chain.names[block][i]] = decision
-                if decision in moved:
-                    moved[decision] += treatment.program.num_bytes[i]
+                decisions[names[i]] = decision
         layout = found.layout
         return Plan(
             name=self._planner,
             model=self._workload.model,
             fingerprint=self._workload.fingerprint,
             decisions=decisions,
-            host_bytes=moved[Decision.HOST],
-            disk_bytes=moved[Decision.DISK],
+            host_bytes=sum(t.bytes_on(Decision.HOST) for t in found.treatments),
+            disk_bytes=sum(t.bytes_on(Decision.DISK) for t in found.treatments),
             max_out_bytes_in_flight=layout.max_out_bytes_in_flight,
             max_in_bytes_in_flight=layout.max_in_bytes_in_flight,
             release_at=layout.release_at,
