@@ -11,6 +11,7 @@ special case. Known weakness: the working set of a replay has no part in the pri
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -159,6 +160,9 @@ def _cut(block: BlockClass, *, time_weight: int, byte_weight: int) -> Option:
 
 def _source_side(edges: list[dict[int, int]]) -> set[int]:
     """Saturate the network and return what the source still reaches; `edges` are used up."""
+    # Most of the flow takes two edges, and needs no search.
+    for node in list(edges[_SOURCE]):
+        _push(edges, (_SOURCE, node, _SINK))
     while True:
         parent = {_SOURCE: _SOURCE}
         waiting = deque([_SOURCE])
@@ -173,9 +177,14 @@ def _source_side(edges: list[dict[int, int]]) -> set[int]:
         path = [_SINK]
         while path[-1] != _SOURCE:
             path.append(parent[path[-1]])
-        path.reverse()
-        steps = list(pairwise(path))
-        flow = min(edges[tail][head] for tail, head in steps)
+        _push(edges, path[::-1])
+
+
+def _push(edges: list[dict[int, int]], path: Sequence[int]) -> None:
+    """Let as much flow along a path as it takes."""
+    steps = list(pairwise(path))
+    flow = min(edges[tail].get(head, 0) for tail, head in steps)
+    if flow:
         for tail, head in steps:
             edges[tail][head] -= flow
             edges[head][tail] += flow
