@@ -38,29 +38,30 @@ class Family:
             for step, (left, right) in enumerate(pairwise(menu)):
                 freed = left.num_bytes - right.num_bytes
                 prices.append(((right.replay_ns - left.replay_ns) / freed, c, step))
-        self._starts: list[list[int]] = [[0] * (len(menu) - 1) for menu in space.menus]
+        most = max(len(menu) for menu in space.menus)
+        self._starts = np.full((len(space.menus), most - 1), np.inf)
+        """Steps before the first of a class's from each option to the next."""
         self.num_steps = 0
         """Steps down the menus until every block stores least."""
         for _, c, step in sorted(prices):
-            self._starts[c][step] = self.num_steps
+            self._starts[c, step] = self.num_steps
             self.num_steps += counts[c]
-        most = max(len(menu) for menu in space.menus)
-        self._full = np.zeros((len(space.menus), most), dtype=np.int64)
-        """State that evicts all it can, by class and option."""
-        self._none = np.zeros_like(self._full)
+        self._none = np.zeros((len(space.menus), most), dtype=np.int64)
+        """State that evicts least, by class and option; those that evict more follow it."""
+        self._full = np.zeros_like(self._none)
+        """State that evicts all it can."""
+        most_states = max(len(row) for options in space.rows for row in options)
+        self._moved = np.full((*self._none.shape, most_states), np.inf)
+        """Bytes that each of these evicts."""
         for c, options in enumerate(space.rows):
             for step, row in enumerate(options):
                 self._none[c, step], self._full[c, step] = row[0], row[-1]
+                self._moved[c, step, : len(row)] = space.evicted_bytes[row]
 
     def options(self, steps: Ints) -> Ints:
         """Return the option of each block (column) after so many steps (row)."""
-        taken = np.zeros((len(steps), len(self._class_of)), dtype=np.int64)
-        for c, starts in enumerate(self._starts):
-            members = self._class_of == c
-            for start in starts:
-                done = steps[:, None] > start + self._rank[members][None, :]
-                taken[:, members] += done
-        return taken
+        starts = self._starts[self._class_of] + self._rank[:, None]
+        return (steps[:, None, None] > starts).sum(axis=2)
 
     def uniform(self) -> Ints:
         """Return candidates that treat all blocks of a class alike: each option, kept and evicted.
@@ -76,31 +77,35 @@ class Family:
 
     def stored_bytes(self, steps: Ints) -> Floats:
         """Return the bytes that are kept or evicted after so many steps."""
-        rows = self._none[self._class_of[None, :], self.options(steps)]
+        rows = self._none[self._class_of, self.options(steps)]
         return self.space.kept_bytes[rows].sum(axis=1)
 
     def evictable_bytes(self, steps: Ints) -> Floats:
         """Return the bytes that may be evicted after so many steps."""
-        rows = self._full[self._class_of[None, :], self.options(steps)]
+        rows = self._full[self._class_of, self.options(steps)]
         return np.minimum(self.space.evicted_bytes[rows].sum(axis=1), self._max_evicted)
 
     def candidates(self, steps: Ints, evicted_bytes: Floats) -> Ints:
-        """Return the candidates after so many steps that evict at least so many bytes.
+        """Return candidates after so many steps that evict at least so many bytes.
 
         Less only where the tiers, or what may be evicted, are less.
+
+        Args:
+            steps: Numbers of steps.
+            evicted_bytes: Amounts (columns) for each of them (row).
         """
         options = self.options(steps)
-        full = self._full[self._class_of[None, :], options]
-        rows = self._none[self._class_of[None, :], options]
+        none, full = self._none[self._class_of, options], self._full[self._class_of, options]
         full_bytes = self.space.evicted_bytes[full]
         before = np.cumsum(full_bytes, axis=1) - full_bytes
-        wanted = np.minimum(evicted_bytes, self._max_evicted)[:, None] - before
-        rows = np.where(wanted >= full_bytes, full, rows)
-        for k, block in np.argwhere((wanted > 0) & (wanted < full_bytes)):
-            states = self.space.rows[self._class_of[block]][options[k, block]]
-            moved = self.space.evicted_bytes[states]
-            prefix = int(np.searchsorted(moved, wanted[k, block]))
-            if before[k, block] + moved[prefix] > self._max_evicted:
-                prefix -= 1
-            rows[k, block] = states[prefix]
-        return rows
+        wanted = np.minimum(evicted_bytes, self._max_evicted)[:, :, None] - before[:, None, :]
+        all_bytes = full_bytes[:, None, :]
+        rows = np.where(wanted >= all_bytes, full[:, None, :], none[:, None, :])
+        k, amount, block = np.nonzero((wanted > 0) & (wanted < all_bytes))
+        moved = self._moved[self._class_of[block], options[k, block]]
+        count = (moved < wanted[k, amount, block][:, None]).sum(axis=1)
+        # One less where the tiers have no room for the last of them.
+        reached = before[k, block] + moved[np.arange(len(count)), count]
+        count = np.maximum(count - (reached > self._max_evicted), 0)
+        rows[k, amount, block] = none[k, block] + count
+        return rows.reshape(-1, rows.shape[2])

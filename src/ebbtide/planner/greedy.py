@@ -15,9 +15,9 @@ from ebbtide.planner.caps import Caps
 from ebbtide.planner.family import Family
 from ebbtide.planner.space import Floats, Ints, Space
 
-NUM_STEPS, NUM_AMOUNTS = 24, 8
+NUM_STEPS, NUM_AMOUNTS = 10, 3
 """Points of each grid: in steps down the menus, and in bytes evicted."""
-NUM_GRIDS = 3
+NUM_GRIDS = 4
 """One over the whole plane, then ever finer ones around the best point."""
 MOMENTS_LAID_OUT = 1200
 """Forward moments of all candidates that are laid out exactly; one candidate at least."""
@@ -52,25 +52,23 @@ def search(space: Space, machine: Machine, caps: Caps) -> tuple[Ints, Floats]:
     times = [space.estimate(pure, machine, caps)]
     for turn in range(NUM_GRIDS):
         steps = np.unique(np.linspace(low, high, NUM_STEPS).round().astype(np.int64))
-        grid = np.repeat(steps, NUM_AMOUNTS)
-        most = family.evictable_bytes(grid)
-        least = np.clip(family.stored_bytes(grid) - room, 0.0, most)
+        most = family.evictable_bytes(steps)[:, None]
+        least = np.clip(family.stored_bytes(steps)[:, None] - room, 0.0, most)
         if turn == 0:
             # Denser near the least: more than is needed only makes room for fetches.
-            share = np.tile(np.linspace(0.0, 1.0, NUM_AMOUNTS) ** 2, len(steps))
-            evicted = least + (most - least) * share
+            evicted = least + (most - least) * np.linspace(0.0, 1.0, NUM_AMOUNTS) ** 2
         else:
-            offset = np.tile(np.linspace(-1.0, 1.0, NUM_AMOUNTS), len(steps))
-            evicted = np.clip(least + centre + offset * spread, least, most)
-        candidates = family.candidates(grid, evicted)
+            offset = np.linspace(-1.0, 1.0, NUM_AMOUNTS) * spread
+            evicted = np.clip(least + centre + offset, least, most)
+        candidates = family.candidates(steps, evicted)
         seconds = space.estimate(candidates, machine, caps)
         rows.append(candidates)
         times.append(seconds)
-        k = int(np.argmin(seconds))
-        if not np.isfinite(seconds[k]):
+        k, amount = np.unravel_index(int(np.argmin(seconds)), evicted.shape)
+        if not np.isfinite(seconds.min()):
             break
-        width = max(1, (high - low) // (NUM_STEPS - 1))
-        low, high = max(0, int(grid[k]) - width), min(family.num_steps, int(grid[k]) + width)
-        centre = float(evicted[k] - least[k])
-        spread = float(most[k] - least[k]) / NUM_AMOUNTS if turn == 0 else spread / 3
+        width, centre_steps = max(1, (high - low) // (NUM_STEPS - 1)), int(steps[k])
+        low, high = max(0, centre_steps - width), min(family.num_steps, centre_steps + width)
+        centre = float(evicted[k, amount] - least[k, 0])
+        spread = float(most[k, 0] - least[k, 0]) / NUM_AMOUNTS if turn == 0 else spread / 3
     return np.concatenate(rows), np.concatenate(times)

@@ -39,7 +39,7 @@ TIME_LIMIT_S = 5.0
 
 # Slots of a block for the fast estimate: op by op in short chains, where a block is much of the
 # step, and few in long ones, where planning time counts. See docs/planner.md.
-_FINE_BLOCKS, _FINE_SLOTS, _COARSE_SLOTS, _GREEDY_SLOTS = 16, 16, 4, 3
+_FINE_BLOCKS, _FINE_SLOTS, _COARSE_SLOTS, _GREEDY_SLOTS = 16, 16, 4, 2
 
 _NUM_LESS = 8
 """Tries to find a plan that is as fast and takes less, where nothing is lost at all."""
