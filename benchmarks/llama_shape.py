@@ -29,7 +29,7 @@ from ebbtide.torch import Tide, attach
 
 GIB = 2**30
 
-NUM_WARM_UP = 7
+NUM_WARM_UP = 9
 """Steps under a plan before the counted ones: a budget's plan is corrected after five."""
 
 BUDGET_PREFIX = "budget:"

@@ -122,7 +122,8 @@ class BudgetPlanner:
         total_bytes = torch.cuda.mem_get_info(self._device)[1]
         taken_bytes = torch.cuda.memory_allocated(self._device)
         left_bytes = parse_budget(self._given, total_bytes) - taken_bytes
-        return min(LINK_BYTES, max(MIN_LINK_BYTES, left_bytes))
+        # Half: the allocator may hand out up to a MiB more than is asked for.
+        return min(LINK_BYTES, max(MIN_LINK_BYTES, left_bytes // 2))
 
     @property
     def budget_bytes(self) -> int:

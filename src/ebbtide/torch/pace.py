@@ -15,7 +15,8 @@ from ebbtide.torch.devices.base import AbstractMeter, Mark
 # The step in which the plan is made, and its blocks are checked, is not told of here. The next one
 # fills the allocator's cache, and the one after it may still be slow.
 NUM_SKIPPED: Final = 2
-NUM_STEPS: Final = 3
+# Single steps vary by 5 % and more where they are short.
+NUM_STEPS: Final = 5
 
 
 class Pace:

@@ -33,7 +33,7 @@ from ebbtide.torch.forward import (
     storages_of,
     tensors_in,
 )
-from ebbtide.torch.identity import storage_key
+from ebbtide.torch.identity import Copies, storage_key
 from ebbtide.torch.internals import (
     call_after_backward,
     count_ooms,
@@ -126,6 +126,7 @@ class Runtime:
         self._restoring: weakref.ref[Record] | None = None
         self._local = threading.local()
         self._model_storages: dict[int, Tensor] = {}
+        self._copies = Copies()
         self._written: set[int] = set()
         """Storages of parameters and buffers that blocks were seen to write to."""
         self._has_turned = False
@@ -217,6 +218,7 @@ class Runtime:
                 is_checked=is_checked,
                 timer=timing,
                 written=self._written,
+                copies=self._copies,
                 has_moments=self.traffic is not None and self.traffic.anchors.has_releases,
                 frame=frame_of_module_call(),
                 note_over=_caller_of(self, Runtime._abandon_interrupted),

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Mark, Place
-from ebbtide.torch.identity import Layout, StorageRef, clone_storage, storage_key
+from ebbtide.torch.identity import Copies, Layout, StorageRef, clone_storage, storage_key
 from ebbtide.torch.internals import (
     alias_of,
     has_ended,
@@ -105,6 +105,7 @@ class Tape(TorchDispatchMode):
         timer: Measures the calls.
         written: Storages of parameters and buffers that some block was seen to write to; those
             of this one are added.
+        copies: Of small storages from which the recipes of several blocks start.
         has_moments: The plan lets evictions go at calls of its own choice: the policy is told
             which call comes. Else it is not, which saves time in each call.
         frame: Ends with the block's forward. torch calls no hook when an interrupt ended that, so
@@ -134,6 +135,7 @@ class Tape(TorchDispatchMode):
         is_checked: bool,
         timer: CallTimer | None = None,
         written: set[int] | None = None,
+        copies: Copies | None = None,
         has_moments: bool = False,
         frame: FrameType | None = None,
         note_over: Callable[[], None] | None = None,
@@ -151,6 +153,7 @@ class Tape(TorchDispatchMode):
         self._timer = timer
         self._has_moments = has_moments
         self._written = set[int]() if written is None else written
+        self._copies = copies or Copies()
         self._by_storage: dict[int, Node] = {}
         self._storages: list[StorageRef] = []
         self._copies_inputs = copies_inputs
@@ -407,7 +410,7 @@ class Tape(TorchDispatchMode):
             node.is_root = True
             if self._may_be_written(node, key) and node.source is None and not node.is_copy:
                 with pause_dispatch():
-                    node.source = clone_storage(tensor)
+                    node.source = self._copies.of(tensor)
             if node.decision is Decision.RECOMPUTE or node.slot is not None:
                 continue
             self._hold(node, tensor)
