@@ -122,7 +122,7 @@ def report(results: dict[int, dict[str, Any]]) -> str:
     for context, result in results.items():
         rows = result["rows"]
         lines += [f"## {context} tokens", "", "```", f"$ {result['facts']['command']}", _line(None)]
-        lines += [*(_line(row) for row in rows), "```", ""]
+        lines += [*(_line(row) for row in rows), "```", "", _spread(rows), ""]
         lines += ["| promise | most | measured | kept |", "| --- | --- | --- | --- |"]
         lines += [*_promises(rows), ""]
     return "\n".join(lines) + "\n"
@@ -142,6 +142,19 @@ def _line(row: dict[str, Any] | None) -> str:
     cells = [f"{row[key]:11.2f}" if row.get(key) else f"{'-':>11}" for key in keys]
     equal = {True: "equal", False: "differ", None: "-"}[row.get("grad_equal")]
     return f"{name:16}" + "".join(cells) + f"{equal:>11}"
+
+
+def _spread(rows: list[dict[str, Any]]) -> str:
+    """Say how far single steps lie from the median of their row."""
+    largest = {
+        row["strategy"]: max(abs(t / row["step_ms"] - 1) for t in row["step_ms_all"])
+        for row in rows
+        if row.get("status") == "ok"
+    }
+    return (
+        f"Single steps lie up to {largest['keep']:.1%} from the median of keep, and up to "
+        f"{max(largest.values()):.1%} from that of any row."
+    )
 
 
 def _promises(rows: list[dict[str, Any]]) -> list[str]:
@@ -165,6 +178,9 @@ def _promises(rows: list[dict[str, Any]]) -> list[str]:
     for row in half:
         ratio = row["step_ms"] / keep["step_ms"]
         lines.append(_promise("step / keep, at half of keep's peak", HALF_PROMISE, ratio))
+        if row.get("bound_ms"):
+            least = row["bound_ms"] / keep["step_ms"]
+            lines.append(f"| the same, as the bound allows it | | {least:.4f} | |")
     return lines
 
 
