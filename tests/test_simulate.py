@@ -282,6 +282,9 @@ def test_lanes_do_one_thing_at_a_time_and_nothing_is_lost(planned: tuple[Workloa
     came = [span.name for span in timeline.spans if span.lane is Lane.COPY_IN]
     assert len(came) == len(set(came))
     assert set(came) <= evicted
+    # The directions never share the link, so that the cap for both at once cannot bind.
+    last_out = max((span.end_ns for span in left), default=0)
+    assert all(s.start_ns >= last_out for s in timeline.spans if s.lane is Lane.COPY_IN)
 
 
 @settings(max_examples=40)
