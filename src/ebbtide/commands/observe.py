@@ -11,6 +11,14 @@ import typer
 
 from ebbtide.commands.arguments import check_folder
 from ebbtide.commands.observe_report import write_workload_summary
+from ebbtide.compare.options import (
+    BatchOption,
+    ContextOption,
+    DeviceOption,
+    LayersOption,
+    ModelOption,
+    TextOption,
+)
 from ebbtide.compare.request import CompareRequest, check_request
 from ebbtide.errors import ExitCode
 from ebbtide.workload import Workload
@@ -23,28 +31,12 @@ def register(app: typer.Typer) -> None:
 
 def observe(
     out: Annotated[Path, typer.Option(metavar="FILE", help="Where the workload is written.")],
-    model: Annotated[
-        str,
-        typer.Option(
-            help="smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, or a folder or hub "
-            "name that transformers can read."
-        ),
-    ] = "smollm2",
-    layers: Annotated[
-        int | None, typer.Option(help="Blocks of llama-8b-shape. Default: 8.")
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a sequence. Default: 8192 on a GPU, 512 on a CPU."),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 1,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="UTF-8 text to train on. Default: the King James Bible."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one.")
-    ] = None,
+    model: ModelOption = "smollm2",
+    layers: LayersOption = None,
+    context: ContextOption = None,
+    batch: BatchOption = 1,
+    text: TextOption = None,
+    device: DeviceOption = None,
 ) -> None:
     """Measure one training step of a model: what it stores for backward, and how long it takes.
 

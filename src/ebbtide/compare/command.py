@@ -9,6 +9,14 @@ from typing import Annotated, NoReturn
 import typer
 
 from ebbtide.compare.names import DEFAULT_STRATEGIES, is_ours, parse_strategies
+from ebbtide.compare.options import (
+    BatchOption,
+    ContextOption,
+    DeviceOption,
+    LayersOption,
+    ModelOption,
+    TextOption,
+)
 from ebbtide.compare.request import CompareRequest, check_request
 from ebbtide.compare.results import Comparison, Status
 from ebbtide.errors import ExitCode
@@ -20,25 +28,14 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, or a folder or hub "
-            "name that transformers can read."
-        ),
-    ] = "smollm2",
-    layers: Annotated[
-        int | None, typer.Option(help="Blocks of llama-8b-shape. Default: 8.")
-    ] = None,
-    context: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a sequence. Default: 8192 on a GPU, 512 on a CPU."),
-    ] = None,
-    batch: Annotated[int, typer.Option(help="Sequences in a step.")] = 1,
+    model: ModelOption = "smollm2",
+    layers: LayersOption = None,
+    context: ContextOption = None,
+    batch: BatchOption = 1,
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Counted steps, after 2 warm-up steps, or 3 with a budget. Default: 5 on a GPU, "
+            help="Counted steps, after 2 warm-up steps, or 4 with a budget. Default: 5 on a GPU, "
             "1 on a CPU."
         ),
     ] = None,
@@ -64,13 +61,8 @@ def compare(
             "GPU, a temporary folder on a CPU.",
         ),
     ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="UTF-8 text to train on. Default: the King James Bible."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one.")
-    ] = None,
+    text: TextOption = None,
+    device: DeviceOption = None,
     out: Annotated[
         Path | None,
         typer.Option(

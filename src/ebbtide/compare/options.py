@@ -1,0 +1,27 @@
+"""Options that several commands have."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help="smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, or a folder or hub "
+        "name that transformers can read."
+    ),
+]
+LayersOption = Annotated[int | None, typer.Option(help="Blocks of llama-8b-shape. Default: 8.")]
+ContextOption = Annotated[
+    int | None,
+    typer.Option(help="Tokens in a sequence. Default: 8192 on a GPU, 512 on a CPU."),
+]
+BatchOption = Annotated[int, typer.Option(help="Sequences in a step.")]
+TextOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="UTF-8 text to train on. Default: the King James Bible."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one.")
+]
