@@ -534,6 +534,25 @@ def test_a_forward_that_ran_out_of_memory_holds_nothing_and_the_next_plan_is_ano
         assert_is_more_frugal(tide, before)
 
 
+def test_a_forward_before_it_is_left_alone_where_the_first_block_is_not_recorded(
+    tmp_path: Path,
+) -> None:
+    model = seeded(lambda: Stack(Exhausted, 4))
+    disk, decide = f"{tmp_path}:200MiB", {"blocks.0*": "KEEP", "blocks.[123]*": "DISK"}
+    with attach(model, budget="10MiB", disk=disk, min_bytes=1024, decide=decide) as tide:
+        for _ in range(5):
+            exhausted_step(model)
+        loss = model(features(2, 64, 16)).square().mean()
+        held_bytes = tide.statistics().disk.held_bytes
+        handle = model.get_submodule("blocks.2").register_forward_pre_hook(fill_up)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(features(2, 64, 16))
+        handle.remove()
+        Exhausted.is_full = False
+        assert tide.statistics().disk.held_bytes == held_bytes > 0
+        loss.backward()
+
+
 def fill_up(*_: Any) -> None:
     Exhausted.is_full = True
 

@@ -123,6 +123,8 @@ class Runtime:
         """The model's own hook has told of this forward."""
         self._siblings: list[weakref.ref[Record]] = []
         """Records of the model's forward that runs now, or ran last."""
+        self._last_index = -1
+        """The block of the last of them."""
         self._restoring: weakref.ref[Record] | None = None
         self._local = threading.local()
         self._model_storages: dict[int, Tensor] = {}
@@ -190,10 +192,7 @@ class Runtime:
                 return
             is_checked = all(plan is not self.plan for plan in state.checked_plans)
             record = Record(state.path, self.traffic, is_checked=is_checked)
-            if state.index == 0 and not is_in_backward():
-                self._siblings = []
-            self._siblings.append(weakref.ref(record))
-            record.siblings = self._siblings
+            self._add_sibling(state, record)
             if is_checked and record.forward_pass is not None:
                 record.forward_pass.is_checked = True
             policy = Policy(self.plan, self.traffic, self.ledger, state.unsafe)
@@ -228,6 +227,14 @@ class Runtime:
             tape.put_on(self.unpack)
             if timing is not None:
                 timing.start_forward()
+
+    def _add_sibling(self, state: BlockState, record: Record) -> None:
+        # Not at the first block alone: a plan may leave that to torch.
+        if state.index <= self._last_index:
+            self._siblings = []
+        self._last_index = state.index
+        self._siblings.append(weakref.ref(record))
+        record.siblings = self._siblings
 
     def leave(self, state: BlockState, output: Any) -> None:
         """End a block's forward, also when it raised; `output` is None then."""
