@@ -85,6 +85,21 @@ class Run:
     tide: Tide
 
 
+def count_allocations(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    """Let `attach` measure with a counted allocator, every op taking the same time."""
+    allocator = Allocator(model)
+    meter = FakeMeter(
+        allocated=allocator.allocated_bytes, take_peak=allocator.take_peak_bytes, tick_ns=100_000
+    )
+
+    def meter_of(device: torch.device) -> FakeMeter:
+        del device
+        return meter
+
+    monkeypatch.setattr(_attach, "meter_of", meter_of)
+    return allocator
+
+
 def run_counted(
     build: Any,
     step: Any,
@@ -97,16 +112,7 @@ def run_counted(
 ) -> Run:
     """Train with a counted allocator, every op taking the same time; the tide is closed."""
     model = seeded(build)
-    allocator = Allocator(model)
-    meter = FakeMeter(
-        allocated=allocator.allocated_bytes, take_peak=allocator.take_peak_bytes, tick_ns=100_000
-    )
-
-    def meter_of(device: torch.device) -> FakeMeter:
-        del device
-        return meter
-
-    monkeypatch.setattr(_attach, "meter_of", meter_of)
+    allocator = count_allocations(model, monkeypatch)
     trace, optimizer = Trace(), sgd(model)
     peak_bytes = 0
     largest_bytes: list[int] = []
@@ -149,16 +155,7 @@ def test_the_optimizers_state_counts_also_where_it_comes_after_the_measured_step
 ) -> None:
     """Of two micro-batches the second is measured, before the optimizer has taken a step."""
     model = seeded(lambda: Stack(Gated, 6))
-    allocator = Allocator(model)
-    meter = FakeMeter(
-        allocated=allocator.allocated_bytes, take_peak=allocator.take_peak_bytes, tick_ns=100_000
-    )
-
-    def meter_of(device: torch.device) -> FakeMeter:
-        del device
-        return meter
-
-    monkeypatch.setattr(_attach, "meter_of", meter_of)
+    allocator = count_allocations(model, monkeypatch)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     num_parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     peak_bytes = 0

@@ -381,10 +381,7 @@ class Record:
         back different is kept at once: recipes that start from it lie behind it, and are checked
         with what is kept. Returns those nodes.
         """
-        by_node: dict[int, list[tuple[Handle, Tensor]]] = {}
-        for handle, tensor in real:
-            by_node.setdefault(self.holder_of(handle).index, []).append((handle, tensor))
-        real.clear()
+        by_node = self._take_by_node(real)
         wrong: list[Node] = []
         for index in sorted(by_node, key=self._order_in_check):
             node, of_node = self.node(index), by_node.pop(index)
@@ -394,6 +391,16 @@ class Record:
                 wrong.append(node)
         self.drop_device_copies()
         return wrong
+
+    def _take_by_node(
+        self, real: list[tuple["Handle", Tensor]]
+    ) -> dict[int, list[tuple["Handle", Tensor]]]:
+        """Empty `real` into lists by node; of its own, so that no variable holds the last one."""
+        by_node: dict[int, list[tuple[Handle, Tensor]]] = {}
+        for handle, tensor in real:
+            by_node.setdefault(self.holder_of(handle).index, []).append((handle, tensor))
+        real.clear()
+        return by_node
 
     def _order_in_check(self, index: int) -> tuple[bool, int, int]:
         node = self.node(index)

@@ -5,6 +5,9 @@ recomputed is), so that it cannot run out of memory where full checkpointing wou
 blocks have been seen there is a Workload, from which the plan is made. The first forward of a
 block under each plan is *checked*: everything is brought back at once and compared with the real
 tensors, bit for bit; what differs is kept from then on (design rule 11).
+
+Longer than most modules: what it does at a block's start, at its end and at an unpack reads the
+same state under one lock, and the order of its steps is what has to be seen in one place.
 """
 
 from __future__ import annotations
