@@ -25,9 +25,10 @@ from llama_shape import BUDGET_PREFIX, GIB, gradients, make_model, measure, merg
 PURE = ("keep", "checkpoint", "offload-inputs", "balanced")
 SHARES = (0.02, 0.15, 0.35, 0.6, 0.85)
 """Of the way from checkpointing's peak to keep's."""
-STEPS = {8192: 6, 32768: 3, 65536: 2}
-ROUNDS = {8192: 2}
-"""Short steps vary with the clock of the device: there strategies take turns."""
+STEPS = {8192: 5, 32768: 3, 65536: 2}
+ROUNDS = {8192: 3}
+"""Short steps vary with the device's clock and with what others do on the link: there strategies
+take turns."""
 
 # Figure, and the most that it may be: of every budget, then of half of keep's peak.
 PROMISES = {
@@ -151,10 +152,17 @@ def _spread(rows: list[dict[str, Any]]) -> str:
         for row in rows
         if row.get("status") == "ok"
     }
-    return (
+    text = (
         f"Single steps lie up to {largest['keep']:.1%} from the median of keep, and up to "
         f"{max(largest.values()):.1%} from that of any row."
     )
+    speeds = [speed for row in rows for speed in row.get("link_gb_s_all", ())]
+    if speeds:
+        text += (
+            f" Before and after the steps of each row the link was timed, {len(speeds)} times: "
+            f"{min(speeds)} to {max(speeds)} GB/s out."
+        )
+    return text
 
 
 def _promises(rows: list[dict[str, Any]]) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -101,14 +102,17 @@ def measure(
             for _ in range(NUM_WARM_UP if name.startswith(BUDGET_PREFIX) else 1):
                 _step(model, ids)
             region = None if tide is None else tide.host_region_address
+            link = _link_gb_s()
             if tide is not None:
                 tide.reset_statistics()
             torch.cuda.reset_peak_memory_stats()
             times = [_step(model, ids) for _ in range(num_steps)]
             peak_gib = torch.cuda.max_memory_allocated() / GIB
+            row["link_gb_s_all"] = [link, _link_gb_s()]
             row |= {
                 "step_ms_all": [round(t[0], 1) for t in times],
                 "forward_ms_all": [round(t[1], 1) for t in times],
+                "forward_host_ms_all": [round(t[2], 1) for t in times],
                 "peak_gib": peak_gib,
                 "peak_above_weights_gib": peak_gib - base,
                 "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
@@ -146,7 +150,8 @@ def merge(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     merged: list[dict[str, Any]] = []
     for rows in zip(*rounds, strict=True):
         row = dict(rows[0])
-        for key in ("step_ms", "forward_ms"):
+        row["link_gb_s_all"] = [speed for r in rows for speed in r.get("link_gb_s_all", ())]
+        for key in ("step_ms", "forward_ms", "forward_host_ms"):
             times = [t for r in rows for t in r.get(f"{key}_all", ())]
             if times:
                 row[f"{key}_all"], row[key] = times, statistics.median(times)
@@ -158,7 +163,27 @@ def merge(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     return merged
 
 
-def _step(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[float, float]:
+def _link_gb_s() -> float:
+    """Return how fast the device copies out now, in GB/s: others may use the link as well."""
+    target = _host_buffer()
+    source = torch.empty(target.shape, dtype=torch.uint8, device="cuda")
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for _ in range(4):
+        target.copy_(source, non_blocking=True)
+    marks[1].record()
+    marks[1].synchronize()
+    return round(4 * target.numel() / 1e6 / marks[0].elapsed_time(marks[1]), 1)
+
+
+@functools.cache
+def _host_buffer() -> torch.Tensor:
+    return torch.empty(64 * 2**20, dtype=torch.uint8, pin_memory=True)
+
+
+def _step(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[float, float, float]:
+    """Return the milliseconds of a step, of its forward, and of the host until that is issued."""
     model.zero_grad(set_to_none=False)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -166,9 +191,11 @@ def _step(model: LlamaForCausalLM, ids: torch.Tensor) -> tuple[float, float]:
     marks[0].record()
     loss = model(input_ids=ids, labels=ids).loss
     marks[1].record()
+    issued = time.perf_counter()
     loss.backward()
     torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3, marks[0].elapsed_time(marks[1])
+    end = time.perf_counter()
+    return (end - start) * 1e3, marks[0].elapsed_time(marks[1]), (issued - start) * 1e3
 
 
 def gradients(model: LlamaForCausalLM, ids: torch.Tensor) -> list[torch.Tensor]:

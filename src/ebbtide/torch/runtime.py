@@ -153,6 +153,7 @@ class Runtime:
             # A plan that keeps all costs nothing, not even a hook on a tensor.
             if self._pace is not None and self.plan is not None and not _keeps_all(self.plan):
                 self._pace.start(self.plan)
+            self._note_ooms()  # or what a failed step holds would count as what rests here
             model = self._model()
             if self.stopwatch is not None and model is not None:
                 self._grown_bytes += self.stopwatch.take_growth_bytes(model.parameters())
