@@ -210,8 +210,9 @@ def test_out_of_memory_is_explained_and_the_next_step_takes_less(where: str) -> 
         model(input_ids=ids, labels=ids).loss.backward()
         after = tide.plan
         assert tide.statistics().host.held_bytes == 0
-        # What the failed step holds does not count as what rests on the device.
-        assert resident_bytes(tide) <= 1.01 * resting_bytes
+        # What the failed step recorded does not count as what rests on the device. The error holds
+        # the frames of the block that failed, and those a few tensors of 4 MiB.
+        assert resident_bytes(tide) <= resting_bytes + 16 * 2**20
     assert differences(got, wanted) == []
     assert after is not None and after.budget_bytes < before.budget_bytes
 
