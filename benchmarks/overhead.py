@@ -26,8 +26,8 @@ from ebbtide.torch import attach
 STRATEGIES = "keep,checkpoint,recompute,offload-inputs,balanced,budget"
 NUM_WARM_UP = 14
 """A budget's plan is corrected twice by then."""
-NUM_STEPS = 15
-NUM_ROUNDS = 3
+NUM_STEPS = 10
+NUM_ROUNDS = 2
 
 
 def make_model(context: int, device: str) -> Any:
