@@ -24,6 +24,7 @@ from tests.torch.training import (
     differences,
     feature_step,
     language_step,
+    learn_at_once,
     seeded,
     train,
     train_attached,
@@ -38,7 +39,8 @@ def deterministic_on_cuda() -> Iterator[None]:
     torch.set_default_device("cuda")
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is not deterministic
-    yield
+    with learn_at_once():
+        yield
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch.use_deterministic_algorithms(False)
     torch.set_default_device("cpu")

@@ -29,6 +29,7 @@ TESTS = tuple(
         "test_record",
         "test_rules",
         "test_anchors",
+        "test_script",
     )
 )
 # The small model and one schedule are enough, and ten times as fast as all.
@@ -165,8 +166,23 @@ MUTATIONS = (
              "((slot.watched, slot.version), *slot.others)",
              "((slot.watched, slot.version),)"),
     Mutation(3, "recipes start from small buffers themselves", "tape.py",
-             "if self._may_be_written(node, key) and",
-             "if False and"),
+             "and self._may_be_written(node, tensor):",
+             "and False:"),
+    Mutation(11, "a script takes over other numbers", "tape.py",
+             "return not isinstance(given, Tensor) and is_same_number(known, given)",
+             "return True"),
+    Mutation(11, "a script takes over the other sign of zero", "script.py",
+             "return left == right and (left != 0.0 or str(left) == str(right))",
+             "return left == right"),
+    Mutation(11, "a script takes over other tensors", "tape.py",
+             "return node if node.index == index else None",
+             "return self.record.nodes[index]"),
+    Mutation(11, "a script takes over other layouts", "tape.py",
+             "if not known.layout.is_of(given):",
+             "if False:"),
+    Mutation(11, "a script takes over other operators", "tape.py",
+             "if step is not None and step.func is func:",
+             "if step is not None:"),
     Mutation(4, "handles are kept in a global list", "tape.py",
              "node.num_packs += 1",
              "node.num_packs += 1\n"

@@ -15,6 +15,7 @@ from torch import Tensor
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import Layout, have_equal_bits, storage_key
+from ebbtide.torch.parameters import Parameters
 from ebbtide.torch.record import Handle, Node, Record
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.traffic import MUTATED
@@ -102,7 +103,7 @@ def record_forward(
         record,
         FixedPolicy(bench, otherwise, by_op),
         device=start.device,
-        parameters={},
+        parameters=Parameters(),
         inputs=frozenset({storage_key(start)}),
         scope=lambda: ("block", False),
         names=[],

@@ -27,6 +27,7 @@ from ebbtide.workload import Activation
 from tests.torch import models
 from tests.torch.models import NUM_BLOCKS, NUM_TOKENS, WIDTH, Gated, Stack, features
 from tests.torch.training import (
+    NUM_STEPS,
     PLANS,
     Step,
     assert_plan_was_run,
@@ -302,7 +303,7 @@ def test_batch_normalisation_counts_each_batch_once(plan: str, tmp_path: Path) -
     for path in ("num_batches_tracked", "running_mean", "running_var"):
         name = f"blocks.1.norm.{path}"
         assert torch.equal(model.get_buffer(name), plain.get_buffer(name))
-    assert int(model.get_buffer("blocks.1.norm.num_batches_tracked")) == 3
+    assert int(model.get_buffer("blocks.1.norm.num_batches_tracked")) == NUM_STEPS
 
 
 class Counts:
@@ -336,7 +337,7 @@ def test_an_operator_of_another_library_is_stored(plan: str, tmp_path: Path) -> 
     with attach_here(model, plan, tmp_path) as tide:
         Counts.num_calls = 0
         trace = train_attached(tide, model, feature_step)
-        assert Counts.num_calls == 3 * NUM_BLOCKS
+        assert Counts.num_calls == NUM_STEPS * NUM_BLOCKS
         found = [a for a in activations_of(tide).values() if a.op == "twice"]
         assert len(found) == NUM_BLOCKS
         assert all(a.is_saved and not a.is_replayable for a in found)
@@ -387,12 +388,12 @@ def test_a_compiled_function_inside_a_block_still_runs_compiled(plan: str, tmp_p
     backend = CountingBackend()
     compiled = torch.compile(lambda x: functional.silu(x) * x.sigmoid(), backend=backend)
     plain = train(seeded(stack_with(compiled)), feature_step)
-    assert (backend.num_compiled, backend.num_runs) == (1, 3 * NUM_BLOCKS)
+    assert (backend.num_compiled, backend.num_runs) == (1, NUM_STEPS * NUM_BLOCKS)
     model = seeded(stack_with(compiled))
     with attach_here(model, plan, tmp_path) as tide:
         trace = train_attached(tide, model, feature_step)
         assert_plan_was_run(tide)
-    assert (backend.num_compiled, backend.num_runs) == (1, 6 * NUM_BLOCKS)
+    assert (backend.num_compiled, backend.num_runs) == (1, 2 * NUM_STEPS * NUM_BLOCKS)
     assert differences(trace, plain) == []
 
 
@@ -404,7 +405,7 @@ def test_a_function_may_be_compiled_for_the_first_time_inside_a_block(tmp_path: 
     model = seeded(stack_with(compiled))
     with attach_here(model, "offload", tmp_path) as tide:
         trace = train_attached(tide, model, feature_step)
-    assert (backend.num_compiled, backend.num_runs) == (1, 3 * NUM_BLOCKS)
+    assert (backend.num_compiled, backend.num_runs) == (1, NUM_STEPS * NUM_BLOCKS)
     assert differences(trace, train(seeded(stack_with(compiled)), feature_step)) == []
 
 

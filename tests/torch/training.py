@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ebbtide.plan import Decision
 from ebbtide.torch import Tide, attach
+from ebbtide.torch.script import MAX_MISSES, Script, Scripts
 from tests.torch.models import features, tokens
 
 PLANS = ("recompute", "offload-inputs", "offload", "balanced", "offload-last:2")
 EVICTING = PLANS[1:]
-NUM_STEPS = 3
-"""The first step observes, the second is checked, the third runs the plan and nothing else."""
+NUM_STEPS = 4
+"""The first step observes, the second is checked, the third runs the plan and nothing else, and
+the fourth follows what the third did, under `learn_at_once`."""
 
 Step = Callable[[nn.Module, int], Tensor]
 """Runs forward and backward of step number `int`, and returns the loss."""
+
+
+@contextlib.contextmanager
+def learn_at_once() -> Generator[None]:
+    """Take one recorded forward for a script; what follows it is compared with it all the same."""
+
+    def learn(scripts: Scripts, key: object, script: Script) -> None:
+        if scripts.num_misses < MAX_MISSES:
+            scripts.add(key, script)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scripts, "learn", learn)
+        yield
 
 
 def feature_step(model: nn.Module, index: int) -> Tensor:
@@ -60,7 +77,7 @@ def device_of(model: nn.Module) -> str:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of all these tests."""
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.02)
 
 
 def run_step(

@@ -15,6 +15,7 @@ from ebbtide.plan import Decision, Plan
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.record import ACTIVATION_ROLES, Record
+from ebbtide.torch.script import Scripts
 from ebbtide.torch.stopwatch import BlockTiming
 from ebbtide.torch.tape import Tape
 from ebbtide.torch.traffic import Traffic
@@ -27,6 +28,8 @@ class BlockState:
     index: int
     path: str
     module: weakref.ref[nn.Module]
+    parts: list[weakref.ref[nn.Module]] = field(default_factory=list[weakref.ref[nn.Module]])
+    """The modules of the block, it too, as they were at its first forward."""
     observed: Block | None = None
     checked_plans: list[Plan | None] = field(default_factory=list[Plan | None])
     """Plans under which a forward was checked; None for the frugal decisions."""
@@ -39,6 +42,8 @@ class BlockState:
     legal where no operator saves it; recipes that start from it then need a copy."""
     unsafe: set[str] = field(default_factory=set[str])
     """Activations that did not come back equal; kept from then on."""
+    scripts: Scripts = field(default_factory=Scripts)
+    """What its forwards are expected to do."""
 
 
 class Forward:
@@ -52,6 +57,8 @@ class Forward:
         self.record = record
         self.policy = policy
         self.tape: Tape | None = None
+        self.key: object = None
+        """Of its script."""
         self.path: list[tuple[str, bool]] = [(state.path, False)]
 
     @property
@@ -127,15 +134,6 @@ def observed_block(state: BlockState, record: Record) -> Block:
             )
         )
     return Block(name=state.path, class_name=type(module).__name__, activations=tuple(activations))
-
-
-def storages_of(module: nn.Module, *, recurse: bool = True) -> dict[int, Tensor]:
-    """Return the plain parameters and buffers of a module, by storage."""
-    return {
-        storage_key(t): t
-        for t in (*module.parameters(recurse), *module.buffers(recurse))
-        if type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided
-    }
 
 
 def tensors_in(value: Any) -> list[Tensor]:

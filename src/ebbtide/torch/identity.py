@@ -52,6 +52,17 @@ class Layout(NamedTuple):
             tensor.is_neg(),
         )
 
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a strided tensor has this layout; sooner told than by making its own."""
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.stride() == self.stride
+            and tensor.storage_offset() == self.offset
+            and tensor.is_conj() == self.is_conj
+            and tensor.is_neg() == self.is_neg
+        )
+
     def over(self, owner: Tensor) -> Tensor:
         """Return a tensor of this layout over the storage of `owner`; nothing is copied."""
         view = torch.empty(0, dtype=self.dtype, device=owner.device)

@@ -8,7 +8,6 @@ inputs without declaring it, such as batch normalisation in training) is stored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -84,9 +83,19 @@ class OpFacts:
     """Some argument may be a list of tensors."""
 
 
-@cache
+_known: dict[int, tuple[Any, OpFacts]] = {}
+
+
 def facts_of(func: Any) -> OpFacts:
     """Return what is known of `func`, an operator overload or a higher-order operator."""
+    # By address, since torch hashes operators in Python; the operator is held, so that it stays.
+    known = _known.get(id(func))
+    if known is None:
+        known = _known[id(func)] = func, _find_facts(func)
+    return known[1]
+
+
+def _find_facts(func: Any) -> OpFacts:
     if not is_operator(func):
         return _opaque(str(func))
     schema = schema_of(func)

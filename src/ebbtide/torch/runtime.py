@@ -33,7 +33,6 @@ from ebbtide.torch.forward import (
     differentiable_storages,
     first_floating,
     observed_block,
-    storages_of,
     tensors_in,
 )
 from ebbtide.torch.identity import Copies, storage_key
@@ -47,7 +46,9 @@ from ebbtide.torch.internals import (
     pause_dispatch,
 )
 from ebbtide.torch.pace import Pace
-from ebbtide.torch.record import Handle, Record
+from ebbtide.torch.parameters import Parameters, storages_of
+from ebbtide.torch.record import Handle, Node, Record
+from ebbtide.torch.script import key_of
 from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.tiers import Tiers
@@ -134,6 +135,10 @@ class Runtime:
         self._copies = Copies()
         self._written: set[int] = set()
         """Storages of parameters and buffers that blocks were seen to write to."""
+        self.num_followed = 0
+        """Forwards of blocks that kept to their scripts."""
+        self._is_alone = True
+        """Nothing was held in the tiers when the pass of now started."""
         self._has_turned = False
         """The last block's forward has ended: the next block that starts is in another pass."""
         self._watched: list[tuple[BlockState, Tensor, int]] = []
@@ -186,8 +191,10 @@ class Runtime:
                 if (state.index == 0 or self._has_turned) and not is_in_backward():
                     self._has_turned = False
                     self.traffic.start_pass()
-                if state.index == 0 and self.traffic.is_idle:
-                    self.traffic.tiers.grow_to_demand()
+                if state.index == 0:
+                    self._is_alone = self.traffic.is_idle
+                    if self._is_alone:
+                        self.traffic.tiers.grow_to_demand()
             if state.index == 0 and not self._is_announced and not is_in_backward():
                 self._start_measuring()
             self._note_writes()
@@ -208,11 +215,17 @@ class Runtime:
                 if timing is not None and state.index == 0 and stream.requires_grad:
                     stream.register_hook(_caller_of(self, Runtime._end_first_block))
             forward = Forward(state, record, policy, timing)
+            script = None
+            # While other graphs hold places of the tiers, more may have to be made again.
+            if not is_checked and timing is None and (self.traffic is None or self._is_alone):
+                tensors = tensors_in((args, kwargs))
+                forward.key = key_of(tensors, stream.device, is_training=module.training)
+                script = state.scripts.of(self.plan, forward.key)
             tape = Tape(
                 record,
                 policy,
                 device=stream.device,
-                parameters=self._parameter_storages(state, module),
+                parameters=self._parameters_now(state, module),
                 inputs=differentiable_storages(args, kwargs),
                 stream=storage_key(stream) if type(stream) is Tensor else 0,
                 scope=forward.scope,
@@ -225,6 +238,7 @@ class Runtime:
                 has_moments=self.traffic is not None and self.traffic.anchors.has_releases,
                 frame=frame_of_module_call(),
                 note_over=_caller_of(self, Runtime._abandon_interrupted),
+                script=script,
             )
             forward.tape = tape
             self._local.forward = forward
@@ -325,10 +339,23 @@ class Runtime:
             if state.observed is None and not has_failed:
                 state.observed = observed_block(state, record)
                 self._watched += [(state, *held) for held in tape.held_inputs]
+            nodes = list(record.nodes)
             self._seal(state, forward, has_failed=has_failed)
+            if forward.key is not None and not has_failed:
+                self._learn(forward, tape, nodes)
             if tape.is_checked and not has_failed:
                 self._check(state, record, tape)
             tape.forget()
+
+    def _learn(self, forward: Forward, tape: Tape, nodes: list[Node | None]) -> None:
+        """Learn from a forward that was recorded, or note whether it kept to its script."""
+        trace, scripts = tape.trace, forward.state.scripts
+        if trace is None:
+            self.num_followed += tape.has_followed
+            if not tape.has_followed:
+                scripts.miss(forward.key)
+        elif not trace.is_odd:
+            scripts.learn(forward.key, trace.script(nodes, forward.record))
 
     def _seal(self, state: BlockState, forward: Forward, *, has_failed: bool) -> None:
         record, timing, stopwatch = forward.record, forward.timing, self.stopwatch
@@ -348,7 +375,7 @@ class Runtime:
         if forward is not None and forward.state is state:
             forward.path.append((path, is_leaf))
             if forward.tape is not None:
-                forward.tape.add_parameters(storages_of(module, recurse=False))
+                forward.tape.add_parameters(module)
 
     def step_out(self, state: BlockState) -> None:
         """Note that a module of a block ends."""
@@ -595,6 +622,7 @@ class Runtime:
         wrong = record.check(tape.real)
         for node in wrong:
             state.unsafe.add(node.activation)
+            state.scripts.clear()
             self.ledger.count_kept_not_understood("did not come back bit for bit")
             log.warning(
                 "%s did not come back bit for bit (made by %s); it is kept on the device. "
@@ -607,11 +635,16 @@ class Runtime:
             record.end_check()
         state.checked_plans.append(self.plan)
 
-    def _parameter_storages(self, state: BlockState, block: nn.Module) -> dict[int, Tensor]:
+    def _parameters_now(self, state: BlockState, block: nn.Module) -> Parameters:
         if state.index == 0 or not self._model_storages:
             model = self._model()
             self._model_storages = {} if model is None else storages_of(model)
-        return self._model_storages | storages_of(block)
+        parameters = Parameters(self._model_storages)
+        # Swapped ones alone: what came after the first forward is among the model's.
+        if not state.parts:
+            state.parts = [weakref.ref(module) for module in block.modules()]
+        parameters.add(*(module for known in state.parts if (module := known()) is not None))
+        return parameters
 
 
 def _keeps_all(plan: Plan) -> bool:

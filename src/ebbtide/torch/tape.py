@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,7 +30,9 @@ from ebbtide.torch.internals import (
     storage_address,
 )
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
+from ebbtide.torch.parameters import Parameters
 from ebbtide.torch.record import Call, Handle, Node, Record, Ref, Role
+from ebbtide.torch.script import NodeFacts, Script, Step, Trace, is_same_number
 from ebbtide.torch.traffic import MUTATED
 from ebbtide.workload import OpKind
 
@@ -111,6 +113,7 @@ class Tape(TorchDispatchMode):
         frame: Ends with the block's forward. torch calls no hook when an interrupt ended that, so
             the tape looks for itself. None: it is told.
         note_over: Called when autograd saves something after the end of `frame`.
+        script: What the last forwards of the block did; this one is compared with it.
     """
 
     supports_higher_order_operators = True
@@ -126,7 +129,7 @@ class Tape(TorchDispatchMode):
         policy: Policy,
         *,
         device: torch.device,
-        parameters: dict[int, Tensor],
+        parameters: Parameters,
         inputs: frozenset[int],
         stream: int,
         scope: Callable[[], tuple[str, bool]],
@@ -139,9 +142,23 @@ class Tape(TorchDispatchMode):
         has_moments: bool = False,
         frame: FrameType | None = None,
         note_over: Callable[[], None] | None = None,
+        script: Script | None = None,
     ) -> None:
         super().__init__()
         self.record = record
+        self.trace = Trace() if script is None else None
+        """Notes for a script, where this forward follows none."""
+        self._script = script
+        self._position = 0
+        """Of the call in the script that comes next."""
+        self._num_packs = 0
+        self._held_id = 0
+        """The tensor that this pack made a node hold: that alias counts its versions."""
+        self.has_followed = False
+        """Whether the forward did all that its script says, and nothing else; told at its end."""
+        if script is not None:
+            record.nodes = [None] * len(script.nodes)
+            record.calls = [None] * len(script.calls)
         self.real: list[tuple[Handle, Tensor]] = []
         self._policy = policy
         self._device = device
@@ -178,7 +195,8 @@ class Tape(TorchDispatchMode):
 
         It is inert then, and goes when autograd next saves something with nothing on top.
         """
-        self._is_over, self._frame = True, None
+        self.has_followed = self._has_followed()
+        self._is_over, self._frame, self._script = True, None, None
         if is_top_mode(self):
             self.__exit__(None, None, None)
         if not is_active_mode(self):  # the hook is what takes the mode off later
@@ -191,12 +209,10 @@ class Tape(TorchDispatchMode):
             self._is_over, self._frame = True, None
         return self._is_over
 
-    def add_parameters(self, parameters: dict[int, Tensor]) -> None:
+    def add_parameters(self, module: nn.Module) -> None:
         """Note parameters that came in the middle of the block: FSDP groups gather theirs."""
-        for key, tensor in parameters.items():
-            if key not in self._parameters:
-                self._parameters[key] = tensor
-                self._by_storage.pop(key, None)
+        for key in self._parameters.add(module):
+            self._by_storage.pop(key, None)
 
     def forget(self) -> None:
         """Let go of all that was only needed during the forward.
@@ -205,7 +221,7 @@ class Tape(TorchDispatchMode):
         """
         self._by_storage.clear()
         self._storages.clear()
-        self._parameters = {}
+        self._parameters = Parameters()
         self.held_inputs.clear()
         self.real.clear()
         self._is_over, self._frame, self._note_over = True, None, None
@@ -219,11 +235,18 @@ class Tape(TorchDispatchMode):
             if any(t.__name__ == "FakeTensor" for t in types):
                 return func(*args, **(kwargs or {}))  # DTensor plans with it: it has no bytes
             return NotImplemented  # a subclass unwraps itself; its inner calls come here
-        if self.is_over:
-            return func(*args, **(kwargs or {}))
         facts = facts_of(func)
         kwargs = kwargs or {}
         if facts.is_view:
+            return func(*args, **kwargs)
+        script = self._script
+        if script is not None:
+            position = self._position
+            step = script.steps[position] if position < len(script.steps) else None
+            if step is not None and step.func is func:
+                return self._follow(script, step, facts, args, kwargs)
+            self._leave_script(script)
+        if self.is_over:
             return func(*args, **kwargs)
         if self._has_moments:
             self._reach_call(func)
@@ -232,6 +255,113 @@ class Tape(TorchDispatchMode):
         result = self._run(func, args, kwargs)
         self._record(func, facts, args, kwargs, result)
         return result
+
+    def _follow(
+        self, script: Script, step: Step, facts: OpFacts, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run a call that the script has at this place, and take from it what backward needs."""
+        if self._has_moments and step.name:
+            self._policy.reach(step.name)
+        func = step.func
+        if step.call < 0:
+            self._position += 1
+            return func(*args, **kwargs)
+        call = script.calls[step.call]
+        # Before it runs: what it makes could not be told from what it reads.
+        is_same = call is not None and self._is_call(script, call, args, kwargs)
+        result = func(*args, **kwargs)
+        if not is_same or not self._take_outputs(script, step, result):
+            self._leave_script(script)
+            self._record(func, facts, args, kwargs, result)
+            return result
+        self._position += 1
+        self.record.calls[step.call] = call
+        return result
+
+    def _leave_script(self, script: Script) -> None:
+        """Record from here on: this forward is another one than the script's."""
+        self._script = None
+        self._num_calls = sum(1 for step in script.steps[: self._position] if step.name)
+
+    def _has_followed(self) -> bool:
+        script = self._script
+        return (
+            script is not None
+            and self._position == len(script.steps)
+            and self._num_packs == len(script.packs)
+        )
+
+    def _is_call(self, script: Script, call: Call, args: tuple[Any, ...], kwargs: Any) -> bool:
+        if len(args) != len(call.args) or len(kwargs) != len(call.kwargs):
+            return False
+        for known, given in zip(call.args, args, strict=True):
+            if not self._is_argument(script, known, given):
+                return False
+        return all(
+            name in kwargs and self._is_argument(script, known, kwargs[name])
+            for name, known in call.kwargs.items()
+        )
+
+    def _is_argument(self, script: Script, known: Any, given: Any) -> bool:
+        if type(known) is Ref:
+            if not isinstance(given, Tensor) or not is_plain(given):
+                return False
+            if not known.layout.is_of(given):
+                return False
+            node = self._followed_node(script, given, known.node)
+            if node is None:
+                return False
+            if not node.is_root and node.decision is not Decision.RECOMPUTE:
+                self._take_root(node, given)
+            return True
+        if type(known) is list:
+            return (
+                isinstance(given, list | tuple)
+                and len(known) == len(given)
+                and all(self._is_argument(script, k, g) for k, g in zip(known, given, strict=True))
+            )
+        return not isinstance(given, Tensor) and is_same_number(known, given)
+
+    def _followed_node(self, script: Script, tensor: Tensor, index: int) -> Node | None:
+        """Return the node that the script has for a tensor; None if it stands on another one."""
+        key = storage_key(tensor)
+        node = self._by_storage.get(key)
+        if node is not None:
+            return node if node.index == index else None
+        facts = script.nodes[index]
+        if facts is None or facts.call >= 0 or self.record.nodes[index] is not None:
+            return None
+        if tensor.untyped_storage().nbytes() != facts.num_bytes:
+            return None
+        role, name = self._role_of(tensor, key)
+        if facts.role is Role.COMPUTED and role is Role.SHARED:
+            # Made in the block, by a call that is not replayed: by which one matters for its
+            # name alone.
+            return self._followed_new(tensor, facts, index)
+        if role is not facts.role:
+            return None
+        return self._node_from_outside(tensor, role, name, index)
+
+    def _followed_new(self, tensor: Tensor, facts: NodeFacts, index: int) -> Node:
+        node = self._new_node(
+            tensor, facts.name, facts.role, facts.kind, facts.op, facts.group,
+            is_replayable=facts.is_replayable, index=index,
+        )  # fmt: skip
+        node.call = facts.call
+        return node
+
+    def _take_outputs(self, script: Script, step: Step, result: Any) -> bool:
+        """Make nodes of the outputs that backward needs; returns whether they are as expected."""
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        for position, index in step.outputs:
+            facts = script.nodes[index]
+            output = outputs[position] if position < len(outputs) else None
+            if facts is None or not isinstance(output, Tensor) or not self._is_new(output):
+                return False
+            if output.untyped_storage().nbytes() != facts.num_bytes:
+                return False
+            self._followed_new(output, facts, index)
+        return True
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         timer = self._timer
@@ -253,6 +383,8 @@ class Tape(TorchDispatchMode):
     ) -> None:
         outputs = result if isinstance(result, tuple | list) else (result,)
         if not any(isinstance(o, Tensor) and self._is_new(o) for o in outputs):
+            if self.trace is not None:
+                self.trace.add_call(func, "", -1, ())
             return
         kind, is_replayable = facts.kind, facts.is_replayable
         if is_random_call(facts, args, kwargs):
@@ -295,6 +427,8 @@ class Tape(TorchDispatchMode):
                 )
             is_recomputed = is_recomputed or node.decision is Decision.RECOMPUTE or node.until_check
             numbers.append(node.index)
+        if self.trace is not None:
+            self.trace.add_call(func, base, call_index, numbers)
         if is_replayable:
             call = Call(func, call_args, call_kwargs, tuple(inputs), tuple(numbers))
             self.record.calls.append(call)
@@ -308,6 +442,8 @@ class Tape(TorchDispatchMode):
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call that writes to some of its arguments."""
+        if self.trace is not None:
+            self.trace.is_odd = True
         written = [args[i] for i in facts.written_positions if i < len(args)]
         written += [kwargs[k] for k in facts.written_names if k in kwargs]
         targets = [t for w in written for t in (w if isinstance(w, list | tuple) else (w,))]
@@ -320,7 +456,7 @@ class Tape(TorchDispatchMode):
         kind = OpKind.RANDOM if facts.kind is OpKind.RANDOM else OpKind.OPAQUE
         for target in targets:
             key = storage_key(target)
-            if key in self._parameters:
+            if self._parameters.get(key) is not None:
                 self._by_storage.pop(key, None)
                 self._written.add(key)
                 continue
@@ -353,28 +489,54 @@ class Tape(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Any:
         """Take over what autograd saves; the saved-tensor hook of the block."""
-        if self.is_over:
-            packed = _Alias(alias_of(tensor), tensor._version)
-            self.take_off()
-            if self._note_over is not None:
-                self._note_over()
-            return packed
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
+            # Also where a script is followed: what is saved here is none of its tensors.
+            if self.is_over:
+                return self._pack_after_end(tensor)
             self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
             return _Alias(alias_of(tensor), tensor._version)
+        self._held_id = 0
         with pause_dispatch():
-            if not is_plain(tensor) or tensor.device != self._device:
+            is_ours = is_plain(tensor) and tensor.device == self._device
+            found = self._followed_pack(tensor) if is_ours else None
+            if found is None and self.is_over:
+                return self._pack_after_end(tensor)
+            if not is_ours:
                 return _Alias(alias_of(tensor), tensor._version)
-            node = self._node_of(tensor)
-            handle = Handle(
-                self.record, node.index, Layout.of(tensor), tensor._version, node.num_packs
-            )
+            if found is None:
+                found = self._node_of(tensor), Layout.of(tensor)
+                if self.trace is not None:
+                    self.trace.packs.append((found[0].index, found[1]))
+            node, layout = found
+            handle = Handle(self.record, node.index, layout, tensor._version, node.num_packs)
             node.num_packs += 1
             if node.decision is not Decision.RECOMPUTE:
                 self._store(node, tensor, handle)
             if self.is_checked:
                 self.real.append((handle, alias_of(tensor)))
             return handle
+
+    def _pack_after_end(self, tensor: Tensor) -> _Alias:
+        packed = _Alias(alias_of(tensor), tensor._version)
+        self.take_off()
+        if self._note_over is not None:
+            self._note_over()
+        return packed
+
+    def _followed_pack(self, tensor: Tensor) -> tuple[Node, Layout] | None:
+        """Return node and layout of what the script says is saved next, if that is `tensor`."""
+        script = self._script
+        if script is None:
+            return None
+        if self._num_packs < len(script.packs):
+            index, layout = script.packs[self._num_packs]
+            if layout.is_of(tensor):
+                node = self._followed_node(script, tensor, index)
+                if node is not None:
+                    self._num_packs += 1
+                    return node, layout
+        self._leave_script(script)
+        return None
 
     def _store(self, node: Node, tensor: Tensor, handle: Handle) -> None:
         layout = handle.layout
@@ -385,7 +547,7 @@ class Tape(TorchDispatchMode):
         is_held = node.kept is not None
         self._hold(node, tensor)
         if node.kept is not None and not node.is_copy:
-            alias = alias_of(tensor) if is_held else node.kept
+            alias = alias_of(tensor) if is_held and self._held_id != id(tensor) else node.kept
             node.watched[handle.number] = alias, handle.version
         if node.place is None:
             return
@@ -406,23 +568,27 @@ class Tape(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     tensors[storage_key(tensor)] = tensor
         for key, tensor in tensors.items():
-            node = self._by_storage[key]
-            node.is_root = True
-            if self._may_be_written(node, key) and node.source is None and not node.is_copy:
-                with pause_dispatch():
-                    node.source = self._copies.of(tensor)
-            if node.decision is Decision.RECOMPUTE or node.slot is not None:
-                continue
-            self._hold(node, tensor)
+            self._take_root(self._by_storage[key], tensor)
+
+    def _take_root(self, node: Node, tensor: Tensor) -> None:
+        node.is_root = True
+        if node.source is None and not node.is_copy and self._may_be_written(node, tensor):
+            with pause_dispatch():
+                node.source = self._copies.of(tensor)
+        if node.decision is Decision.RECOMPUTE or node.slot is not None:
+            return
+        self._hold(node, tensor)
+        if node.place is not None:
             self.record.evict(node)
 
-    def _may_be_written(self, node: Node, key: int) -> bool:
+    def _may_be_written(self, node: Node, tensor: Tensor) -> bool:
         """Return whether what is only referenced may have another value in backward.
 
         That is legal where autograd does not save it, as where a module clones its buffers.
         """
         if node.role is Role.PARAMETER:
-            is_buffer = type(self._parameters[key]) is Tensor
+            key = storage_key(tensor)
+            is_buffer = type(self._parameters.get(key)) is Tensor
             return key in self._written or (is_buffer and node.num_bytes <= _MAX_COPIED_BYTES)
         return node.role is Role.SHARED and node.num_bytes <= _MAX_COPIED_BYTES
 
@@ -444,7 +610,7 @@ class Tape(TorchDispatchMode):
         if not is_plain(tensor):
             return False
         key = storage_key(tensor)
-        return key not in self._by_storage and key not in self._parameters
+        return key not in self._by_storage and self._parameters.get(key) is None
 
     def _node_of(self, tensor: Tensor) -> Node:
         """Return the node that a tensor stands on, making one for what comes from outside."""
@@ -452,15 +618,26 @@ class Tape(TorchDispatchMode):
         node = self._by_storage.get(key)
         if node is not None:
             return node
-        if key in self._parameters:
-            role, name = Role.PARAMETER, "parameter"
-        elif key in self._inputs and tensor.device == self._device:
-            role, name = Role.INPUT, self._unique(f"{self.record.block}:input")
+        return self._node_from_outside(tensor, *self._role_of(tensor, key))
+
+    def _role_of(self, tensor: Tensor, key: int) -> tuple[Role, str]:
+        """Return the role of what comes from outside, and the name of its node."""
+        if self._parameters.get(key) is not None:
+            return Role.PARAMETER, "parameter"
+        if key in self._inputs and tensor.device == self._device:
+            return Role.INPUT, f"{self.record.block}:input"
+        return Role.SHARED, "shared"
+
+    def _node_from_outside(
+        self, tensor: Tensor, role: Role, name: str, index: int | None = None
+    ) -> Node:
+        if role is Role.INPUT:
+            name = self._unique(name)
             if self._has_moments:
                 self._policy.reach(name)
-        else:
-            role, name = Role.SHARED, "shared"
-        node = self._new_node(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
+        node = self._new_node(
+            tensor, name, role, OpKind.INPUT, "", name, is_replayable=False, index=index
+        )
         if node.place is None:
             self._hold(node, tensor)
         return node
@@ -469,14 +646,13 @@ class Tape(TorchDispatchMode):
         """Keep a node's storage for as long as its record needs it."""
         if node.kept is not None:
             return
-        is_input = node.role is Role.INPUT or storage_key(tensor) == self._stream
-        if is_input and self._copies_inputs:
+        if self._copies_inputs and (node.role is Role.INPUT or storage_key(tensor) == self._stream):
             self.held_inputs.append((alias_of(tensor), tensor._version))
             with pause_dispatch():
                 node.kept = clone_storage(tensor)
             node.version, node.is_copy = node.kept._version, True
             return
-        node.kept, node.version = alias_of(tensor), tensor._version
+        node.kept, node.version, self._held_id = alias_of(tensor), tensor._version, id(tensor)
         owner = tensor._base if tensor._base is not None else tensor
         # A part of a storage that is no view counts its versions apart from the other parts, as
         # those of `unsafe_split` do: an equal version does not tell that the storage is the same.
@@ -492,7 +668,9 @@ class Tape(TorchDispatchMode):
         group: str,
         *,
         is_replayable: bool,
+        index: int | None = None,
     ) -> Node:
+        """Make a node; `index` is its number in the script, None: the next one."""
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         place = None
@@ -504,11 +682,17 @@ class Tape(TorchDispatchMode):
             decision, place = self._policy.decide(
                 name, is_replayable=is_replayable, num_bytes=num_bytes
             )
-        node = Node(len(self.record.nodes), name, role, kind, op, group, num_bytes, decision, place)
-        self.record.nodes.append(node)
+        nodes = self.record.nodes
+        number = len(nodes) if index is None else index
+        node = Node(number, name, role, kind, op, group, num_bytes, decision, place)
+        if index is None:
+            nodes.append(node)
+        else:
+            nodes[index] = node
         self._by_storage[storage_address(storage)] = node
-        # Design rule 3: while it is weakly held, the address cannot mean another storage.
-        self._storages.append(StorageRef(storage))
+        if role is not Role.PARAMETER:  # those are held by their table
+            # Design rule 3: while it is weakly held, the address cannot mean another storage.
+            self._storages.append(StorageRef(storage))
         return node
 
     def _name(self, func: Any, op: str, *, is_matmul: bool = False) -> str:

@@ -1,0 +1,184 @@
+"""What a block's forward did the last times, so that the next one need not be recorded anew.
+
+Most of what a recording writes down is dropped when the block ends: backward needs some calls and
+some storages of it. Once two forwards in a row left the same, a block has a *script* of that part.
+A forward that follows it writes down nothing else, and takes the calls over from the script.
+
+Nothing is taken over unseen: of every call that backward may replay, the operator, each number
+and, by storage and layout, each tensor are compared with the script's (`Tape` does it). What the
+script says nothing of is not needed. A forward that turns out another way is recorded from there
+on; a storage that was passed over until then counts as made outside the block, and is kept.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ebbtide.plan import Decision, Plan
+from ebbtide.torch.identity import Layout
+from ebbtide.torch.record import Call, Node, Record, Role
+from ebbtide.workload import OpKind
+
+MAX_MISSES: Final = 3
+"""A block whose forwards leave their scripts this often has none any more."""
+MAX_SHAPES: Final = 16
+"""Most kinds of inputs that a block has scripts for."""
+
+
+class NodeFacts(NamedTuple):
+    """What is the same of a node in every forward."""
+
+    name: str
+    role: Role
+    kind: OpKind
+    op: str
+    group: str
+    num_bytes: int
+    call: int
+    """The recorded call that makes it; -1 when backward does not replay that, and what it makes
+    is told by when it is first used."""
+    is_replayable: bool
+
+
+class Step(NamedTuple):
+    """One operator call that makes no view."""
+
+    func: Any
+    name: str
+    """Of the call; empty when it makes no storage that could be recorded."""
+    call: int
+    """Number of the recorded call; -1 when backward does not replay it."""
+    outputs: tuple[tuple[int, int], ...]
+    """Position of each output that backward needs, and its node; of replayed calls alone."""
+
+
+class Script(NamedTuple):
+    """The part of a record that backward needs."""
+
+    steps: tuple[Step, ...]
+    nodes: tuple[NodeFacts | None, ...]
+    calls: tuple[Call | None, ...]
+    packs: tuple[tuple[int, Layout], ...]
+    """Node and layout of each saved tensor."""
+
+
+class Trace:
+    """Notes of one recorded forward, from which its script is made."""
+
+    def __init__(self) -> None:
+        self.is_odd = False
+        """Something happened that no script tells of."""
+        self.packs: list[tuple[int, Layout]] = []
+        self._calls: list[tuple[Any, str, int, Sequence[int]]] = []
+
+    def add_call(self, func: Any, name: str, call: int, outputs: Sequence[int]) -> None:
+        """Note a call: the number that it was recorded under, or -1, and its outputs' nodes."""
+        self._calls.append((func, name, call, outputs))
+
+    def script(self, before: Sequence[Node | None], record: Record) -> Script:
+        """Return the script of a forward that has ended.
+
+        Args:
+            before: The nodes of its record as they were before that was sealed.
+            record: Sealed.
+        """
+        calls = tuple(record.calls)
+        needed = {index for index, _ in self.packs}
+        for call in calls:
+            if call is not None:
+                needed.update(call.inputs)
+                needed.update(i for i in call.outputs if i >= 0 and _is_used(i, before, record))
+        replayed = {index for index, call in enumerate(calls) if call is not None}
+        nodes = tuple(
+            _facts(node, node.call if node.call in replayed else -1)
+            if node is not None and node.index in needed
+            else None
+            for node in before
+        )
+        steps = tuple(
+            Step(func, name, call, tuple((p, i) for p, i in enumerate(outputs) if i in needed))
+            if call in replayed
+            else Step(func, name, -1, ())
+            for func, name, call, outputs in self._calls
+        )
+        return Script(steps, nodes, calls, tuple(self.packs))
+
+
+def _is_used(index: int, before: Sequence[Node | None], record: Record) -> bool:
+    node = before[index]
+    return node is not None and record.nodes[index] is node
+
+
+def _facts(node: Node, call: int) -> NodeFacts:
+    is_replayable = node.decision is Decision.RECOMPUTE
+    return NodeFacts(
+        node.name, node.role, node.kind, node.op, node.group, node.num_bytes, call, is_replayable
+    )
+
+
+class Scripts:
+    """The scripts of one block under one plan, by kind of input."""
+
+    def __init__(self) -> None:
+        self.num_misses = 0
+        """Forwards that left their scripts."""
+        self._plan: Plan | None = None
+        self._candidates: dict[object, Script] = {}
+        self._proven: dict[object, Script] = {}
+
+    @property
+    def num_proven(self) -> int:
+        """Kinds of inputs that there is a script for."""
+        return len(self._proven)
+
+    def of(self, plan: Plan | None, key: object) -> Script | None:
+        """Return the script for an input like this one, if there is one."""
+        if plan is not self._plan:
+            self.clear()
+            self._plan = plan
+        return self._proven.get(key)
+
+    def learn(self, key: object, script: Script) -> None:
+        """Take note of a recorded forward; the second in a row that is alike makes a script."""
+        if self.num_misses >= MAX_MISSES:
+            return
+        if self._candidates.get(key) == script:
+            self.add(key, script)
+        elif len(self._candidates) < MAX_SHAPES or key in self._candidates:
+            self._candidates[key] = script
+
+    def add(self, key: object, script: Script) -> None:
+        """Expect forwards with an input like this one to do the same."""
+        self._proven[key] = script
+
+    def miss(self, key: object) -> None:
+        """Note that a forward left its script."""
+        self.num_misses += 1
+        self._proven.pop(key, None)
+        self._candidates.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget every script, and every miss."""
+        self.num_misses = 0
+        self._candidates.clear()
+        self._proven.clear()
+
+
+def key_of(tensors: Iterable[Tensor], device: torch.device, *, is_training: bool) -> object:
+    """Return what forwards with the same script have in common, as far as it is seen early."""
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return is_training, autocast, *((t.shape, t.dtype, t.requires_grad) for t in tensors)
+
+
+def is_same_number(left: Any, right: Any) -> bool:
+    """Return whether two arguments that are no tensors are the same: type, value and sign."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, float):
+        return left == right and (left != 0.0 or str(left) == str(right))
+    return bool(left == right)
