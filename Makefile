@@ -44,6 +44,7 @@ gpu-test:
 gpu-bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py --out benchmarks/results
 	PYTHONPATH=src $(PYTHON) benchmarks/budget.py --out benchmarks/results
+	PYTHONPATH=src $(PYTHON) benchmarks/overhead.py --out benchmarks/results/overhead.json
 
 clean:
 	rm -rf build dist demo-results .cache .hypothesis .pytest_cache .ruff_cache

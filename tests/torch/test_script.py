@@ -201,6 +201,14 @@ def other_slice(block: Changing, y_td: Tensor) -> Tensor:
     return torch.cat([first.sin() * second, second.cos()], dim=-1).sin()
 
 
+def other_unsaved_slice(block: Changing, y_td: Tensor) -> Tensor:
+    """Read another part of a storage, by calls that do not save what they read."""
+    first, second = functional.silu(y_td).chunk(2, dim=-1)
+    if has_changed(block):
+        first, second = second, first
+    return torch.cat([first + 1.0, second - 1.0], dim=-1).sin()
+
+
 def other_list(block: Changing, y_td: Tensor) -> Tensor:
     """Join the same tensors in another order."""
     a, b = y_td.sin().chunk(2, dim=-1), y_td.cos().chunk(2, dim=-1)
@@ -217,7 +225,8 @@ def constant_made_inside(block: Changing, y_td: Tensor) -> Tensor:
 CHANGES = [
     scalar, sign_of_zero, keyword, other_parameters, same_parameters_twice, other_operand,
     other_layout, other_order, more_calls, fewer_calls, every_other, writes_in_place,
-    writes_to_table, freezes, other_dtype, drops_out, other_slice, other_list,
+    writes_to_table, freezes, other_dtype, drops_out, other_slice, other_unsaved_slice,
+    other_list,
     constant_made_inside,
 ]  # fmt: skip
 
@@ -313,6 +322,7 @@ def test_random_programs_have_the_same_bits(tmp_path: Path) -> None:
         (1, 1, True), (1, 1.0, False), (1, True, False), (0.0, -0.0, False), (0.5, 0.5, True),
         (None, None, True), (torch.float32, torch.float32, True), ("a", "b", False),
         (float("nan"), float("nan") * 1.0, False), ([1], [1], True), (None, 0, False),
+        (1 + 0j, complex(1, -0.0), False), (2j, 2j, True),
     ],
 )  # fmt: skip
 def test_numbers_are_the_same_by_type_value_and_sign(left: Any, right: Any, is_same: bool) -> None:

@@ -181,4 +181,6 @@ def is_same_number(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, float):
         return left == right and (left != 0.0 or str(left) == str(right))
+    if isinstance(left, complex):
+        return str(left) == str(right)  # either part may be a zero
     return bool(left == right)
