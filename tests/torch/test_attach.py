@@ -315,7 +315,7 @@ def test_a_plan_for_another_model_is_refused_when_the_model_was_observed(tmp_pat
         feature_step(model, 1)
     message = str(caught.value)
     assert message.startswith(f"plan 'offload' is for Stack (fingerprint {plan.fingerprint}), but")
-    assert "only the plan has blocks.0.first" in message
+    assert "only the plan has blocks.0" in message
     assert message.endswith(
         "Make a plan for this workload, for example with "
         "ebbtide.planner.named_plan('balanced', workload)."
