@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ebbtide.plan import Decision
 from ebbtide.torch import Tide, attach
-from ebbtide.torch.script import MAX_MISSES, Script, Scripts
+from ebbtide.torch.script import Script, Scripts
 from tests.torch.models import features, tokens
 
 PLANS = ("recompute", "offload-inputs", "offload", "balanced", "offload-last:2")
@@ -32,8 +32,7 @@ def learn_at_once() -> Generator[None]:
     """Take one recorded forward for a script; what follows it is compared with it all the same."""
 
     def learn(scripts: Scripts, key: object, script: Script) -> None:
-        if scripts.num_misses < MAX_MISSES:
-            scripts.add(key, script)
+        scripts.add(key, script)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scripts, "learn", learn)

@@ -339,7 +339,8 @@ class Runtime:
             if state.observed is None and not has_failed:
                 state.observed = observed_block(state, record)
                 self._watched += [(state, *held) for held in tape.held_inputs]
-            nodes = list(record.nodes)
+            # Sealing drops nodes that a script has to tell of.
+            nodes = list(record.nodes) if tape.trace is not None else []
             self._seal(state, forward, has_failed=has_failed)
             if forward.key is not None and not has_failed:
                 self._learn(forward, tape, nodes)
@@ -354,7 +355,7 @@ class Runtime:
             self.num_followed += tape.has_followed
             if not tape.has_followed:
                 scripts.miss(forward.key)
-        elif not trace.is_odd:
+        elif not trace.is_odd and scripts.wants(forward.key):
             scripts.learn(forward.key, trace.script(nodes, forward.record))
 
     def _seal(self, state: BlockState, forward: Forward, *, has_failed: bool) -> None:

@@ -140,14 +140,16 @@ class Scripts:
             self._plan = plan
         return self._proven.get(key)
 
+    def wants(self, key: object) -> bool:
+        """Whether a recorded forward with an input like this one may still make a script."""
+        has_room = len(self._candidates) < MAX_SHAPES or key in self._candidates
+        return has_room and self.num_misses < MAX_MISSES
+
     def learn(self, key: object, script: Script) -> None:
         """Take note of a recorded forward; the second in a row that is alike makes a script."""
-        if self.num_misses >= MAX_MISSES:
-            return
         if self._candidates.get(key) == script:
             self.add(key, script)
-        elif len(self._candidates) < MAX_SHAPES or key in self._candidates:
-            self._candidates[key] = script
+        self._candidates[key] = script
 
     def add(self, key: object, script: Script) -> None:
         """Expect forwards with an input like this one to do the same."""
@@ -158,6 +160,8 @@ class Scripts:
         self.num_misses += 1
         self._proven.pop(key, None)
         self._candidates.pop(key, None)
+        if self.num_misses >= MAX_MISSES:
+            self._proven.clear()
 
     def clear(self) -> None:
         """Forget every script, and every miss."""

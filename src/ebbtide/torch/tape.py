@@ -3,6 +3,9 @@
 A dispatch mode sees every ATen call of the block, below autograd; saved-tensor hooks see every
 tensor that autograd keeps. The two meet in the storage: each saved tensor is looked up among
 the storages that the calls made.
+
+Longer than most modules: a forward may leave its script at any call or saved tensor and is recorded
+from there on, so following and recording fill the same tables, and are read side by side.
 """
 
 from __future__ import annotations
@@ -690,7 +693,7 @@ class Tape(TorchDispatchMode):
         else:
             nodes[index] = node
         self._by_storage[storage_address(storage)] = node
-        if role is not Role.PARAMETER:  # those are held by their table
+        if role is not Role.PARAMETER:  # its node holds it to the block's end
             # Design rule 3: while it is weakly held, the address cannot mean another storage.
             self._storages.append(StorageRef(storage))
         return node
