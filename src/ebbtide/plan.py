@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Self
+from typing import Final, Self
 
 from ebbtide.errors import PlanError
 from ebbtide.forms import (
@@ -48,6 +48,10 @@ class Decision(enum.Enum):
     """Evicted to disk, fetched before backward needs it."""
     RECOMPUTE = "recompute"
     """Dropped, and made again in backward from its inputs."""
+
+
+MOVED: Final = frozenset({Decision.HOST, Decision.DISK})
+"""Leaves the device, and comes back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ebbtide.errors import PlanError
-from ebbtide.plan import TURN_END, TURN_START, Decision, Plan
+from ebbtide.plan import MOVED, TURN_END, TURN_START, Plan
 from ebbtide.workload import Block, Workload
 
 TURN_END_RANK = -1
@@ -57,7 +57,7 @@ class Anchors:
             PlanError: A moment is no activation of the workload, or a fetch starts at one that
                 backward never asks for.
         """
-        evicted = {n for n, d in plan.decisions.items() if d in (Decision.HOST, Decision.DISK)}
+        evicted = {n for n, d in plan.decisions.items() if d in MOVED}
         release_at = {n: m for n, m in plan.release_at.items() if n in evicted}
         fetch_at = {n: m for n, m in plan.fetch_at.items() if n in evicted}
         if not release_at and not fetch_at:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ebbtide.block import Activation, Block
 from ebbtide.memory.ledger import Ledger
-from ebbtide.plan import Decision, Plan
+from ebbtide.plan import MOVED, Decision, Plan
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.record import ACTIVATION_ROLES, Record
@@ -98,6 +98,12 @@ class Policy:
             self._ledger.count_kept_not_understood(f"no room left in the {decision.value} tier")
             return otherwise, None
         return decision, place
+
+    def is_moved(self, name: str) -> bool:
+        """Return whether the plan moves an activation, where there is room."""
+        if self._plan is None or name in self._unsafe:
+            return False
+        return self._plan.decision(name) in MOVED
 
     def is_kept_by_plan(self, name: str) -> bool:
         if self._plan is None or name in self._unsafe:

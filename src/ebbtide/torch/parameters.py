@@ -5,7 +5,8 @@ They are looked up anew in every forward: FSDP swaps them around each block, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,47 +14,78 @@ from torch import Tensor, nn
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import tensor_tables
 
+Recent = dict[int, weakref.ref[Tensor]]
+"""Parameters and buffers of earlier lookups, by the storage that they stood on then."""
+
 
 class Parameters:
-    """Parameters and buffers by storage; what is in it holds its storage alive.
+    """Parameters and buffers by storage, as they are in one forward of one block.
+
+    To look all of them up takes long, so that waits for a storage that no earlier forward knew.
 
     Args:
-        known: Those of the model as it was when its forward started.
+        look_up: Returns those of the model and of the block as they are now; what it returns is
+            held, and so are its storages.
+        recent: Those of earlier forwards, some of which may stand on other storages by now; what
+            is looked up is added.
     """
 
-    __slots__ = ("_added", "_known")
+    __slots__ = ("_look_up", "_now", "_recent")
 
-    def __init__(self, known: Mapping[int, Tensor] | None = None) -> None:
-        self._known = {} if known is None else known
-        self._added: dict[int, Tensor] = {}
+    def __init__(
+        self,
+        look_up: Callable[[], Mapping[int, Tensor]] | None = None,
+        recent: Recent | None = None,
+    ) -> None:
+        self._look_up = look_up
+        self._now: dict[int, Tensor] = {}
+        self._recent = {} if recent is None else recent
+
+    def known(self, key: int) -> Tensor | None:
+        """Return the parameter or buffer over a storage, if it was one in an earlier forward."""
+        found = self._recent.get(key)
+        tensor = None if found is None else found()
+        # The key is that of a storage that is alive: the one it stands on, or of somebody else.
+        return tensor if tensor is not None and storage_key(tensor) == key else None
 
     def get(self, key: int) -> Tensor | None:
         """Return the parameter or buffer over a storage."""
-        found = self._known.get(key)
-        return self._added.get(key) if found is None else found
+        found = self._now.get(key)
+        if found is None:
+            found = self.known(key)
+        if found is None and self._look_up is not None:
+            look_up, self._look_up = self._look_up, None
+            self._take(look_up())
+            found = self._now.get(key)
+        return found
 
-    def add(self, *modules: nn.Module) -> list[int]:
-        """Add what these modules hold themselves; returns the storages that were not known."""
-        new: list[int] = []
-        for tensor in _tensors_of(modules):
-            key = storage_key(tensor)
-            if key not in self._known and key not in self._added:
-                self._added[key] = tensor
-                new.append(key)
+    def add(self, module: nn.Module) -> list[int]:
+        """Add what a module holds itself; returns the storages that were not known.
+
+        Nothing where all are still to be looked up: these come with the others then.
+        """
+        if self._look_up is not None:
+            return []
+        found = storages_of([module])
+        new = [key for key in found if key not in self._now]
+        self._take(found)
         return new
 
+    def _take(self, found: Mapping[int, Tensor]) -> None:
+        for key, tensor in found.items():
+            if self._now.setdefault(key, tensor) is tensor:
+                self._recent[key] = weakref.ref(tensor)
 
-def storages_of(model: nn.Module) -> dict[int, Tensor]:
-    """Return the plain parameters and buffers of a model, by storage."""
-    return {storage_key(tensor): tensor for tensor in _tensors_of(model.modules())}
 
-
-def _tensors_of(modules: Iterable[nn.Module]) -> Iterable[Tensor]:
-    for module in modules:
-        for table in tensor_tables(module):
-            for tensor in table.values():
-                if tensor is not None and _is_plain(tensor):
-                    yield tensor
+def storages_of(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+    """Return the plain parameters and buffers that these modules hold themselves, by storage."""
+    return {
+        storage_key(tensor): tensor
+        for module in modules
+        for table in tensor_tables(module)
+        for tensor in table.values()
+        if tensor is not None and _is_plain(tensor)
+    }
 
 
 def _is_plain(tensor: Tensor) -> bool:

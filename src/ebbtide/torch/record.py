@@ -224,14 +224,26 @@ class Record:
             # does not see could pass the check by chance.
             self.traffic.settle(node.slot)
 
-    def seal(self) -> None:
-        """End the forward: evict what waited, count uses, drop what backward cannot need."""
+    def seal(self, num_uses: Sequence[int] | None = None) -> None:
+        """End the forward: evict what waited, count uses, drop what backward cannot need.
+
+        Args:
+            num_uses: Of each node, where the record holds what backward needs and nothing else;
+                None: to be worked out.
+        """
+        has_pieces = False
         for node in list(self.nodes):
             if node is not None and node.pieces and node.slot is None:
+                has_pieces = True
                 self._seal_pieces(node)
-        needed = self._needed_calls(is_after_check=True)
-        self._count_uses(needed)
-        self.calls = [c if i in needed else None for i, c in enumerate(self.calls)]
+        if num_uses is None or has_pieces:
+            needed = self._needed_calls(is_after_check=True)
+            self._count_uses(needed)
+            self.calls = [c if i in needed else None for i, c in enumerate(self.calls)]
+        else:
+            for node, num in zip(self.nodes, num_uses, strict=True):
+                if node is not None:
+                    node.num_uses = node.num_left = num
         for index, node in enumerate(self.nodes):
             if node is None:
                 continue

@@ -46,7 +46,7 @@ from ebbtide.torch.internals import (
     pause_dispatch,
 )
 from ebbtide.torch.pace import Pace
-from ebbtide.torch.parameters import Parameters, storages_of
+from ebbtide.torch.parameters import Parameters, Recent, storages_of
 from ebbtide.torch.record import Handle, Node, Record
 from ebbtide.torch.script import key_of
 from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
@@ -131,7 +131,9 @@ class Runtime:
         """The block of the last of them."""
         self._restoring: weakref.ref[Record] | None = None
         self._local = threading.local()
-        self._model_storages: dict[int, Tensor] = {}
+        self._model_storages: dict[int, Tensor] | None = None
+        """Of the model's parameters, as they were when a block of this pass first asked."""
+        self._recent_parameters = Recent()
         self._copies = Copies()
         self._written: set[int] = set()
         """Storages of parameters and buffers that blocks were seen to write to."""
@@ -225,7 +227,7 @@ class Runtime:
                 record,
                 policy,
                 device=stream.device,
-                parameters=self._parameters_now(state, module),
+                parameters=self._parameters_of(state, module),
                 inputs=differentiable_storages(args, kwargs),
                 stream=storage_key(stream) if type(stream) is Tensor else 0,
                 scope=forward.scope,
@@ -341,7 +343,7 @@ class Runtime:
                 self._watched += [(state, *held) for held in tape.held_inputs]
             # Sealing drops nodes that a script has to tell of.
             nodes = list(record.nodes) if tape.trace is not None else []
-            self._seal(state, forward, has_failed=has_failed)
+            self._seal(state, forward, tape.num_uses, has_failed=has_failed)
             if forward.key is not None and not has_failed:
                 self._learn(forward, tape, nodes)
             if tape.is_checked and not has_failed:
@@ -356,12 +358,20 @@ class Runtime:
             if not tape.has_followed:
                 scripts.miss(forward.key)
         elif not trace.is_odd and scripts.wants(forward.key):
-            scripts.learn(forward.key, trace.script(nodes, forward.record))
+            script = trace.script(nodes, forward.record, forward.policy.is_moved)
+            scripts.learn(forward.key, script)
 
-    def _seal(self, state: BlockState, forward: Forward, *, has_failed: bool) -> None:
+    def _seal(
+        self,
+        state: BlockState,
+        forward: Forward,
+        num_uses: tuple[int, ...] | None,
+        *,
+        has_failed: bool,
+    ) -> None:
         record, timing, stopwatch = forward.record, forward.timing, self.stopwatch
         if timing is None or stopwatch is None:
-            record.seal()
+            record.seal(num_uses)
             return
         block = observed_block(state, record)
         record.seal()
@@ -636,16 +646,21 @@ class Runtime:
             record.end_check()
         state.checked_plans.append(self.plan)
 
-    def _parameters_now(self, state: BlockState, block: nn.Module) -> Parameters:
-        if state.index == 0 or not self._model_storages:
-            model = self._model()
-            self._model_storages = {} if model is None else storages_of(model)
-        parameters = Parameters(self._model_storages)
-        # Swapped ones alone: what came after the first forward is among the model's.
+    def _parameters_of(self, state: BlockState, block: nn.Module) -> Parameters:
+        if state.index == 0:
+            self._model_storages = None
         if not state.parts:
             state.parts = [weakref.ref(module) for module in block.modules()]
-        parameters.add(*(module for known in state.parts if (module := known()) is not None))
-        return parameters
+
+        def look_up() -> dict[int, Tensor]:
+            if self._model_storages is None:
+                model = self._model()
+                self._model_storages = {} if model is None else storages_of(model.modules())
+            # Parts of the block alone: what came after the first forward is among the model's.
+            parts = (module for known in state.parts if (module := known()) is not None)
+            return {**storages_of(parts), **self._model_storages}
+
+        return Parameters(look_up, self._recent_parameters)
 
 
 def _keeps_all(plan: Plan) -> bool:

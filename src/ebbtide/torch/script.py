@@ -10,7 +10,7 @@ script says nothing of is not needed. A forward that turns out another way is re
 on; a storage that was passed over until then counts as made outside the block, and is kept.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ebbtide.plan import Decision, Plan
 from ebbtide.torch.identity import Layout
-from ebbtide.torch.record import Call, Node, Record, Role
+from ebbtide.torch.record import ACTIVATION_ROLES, Call, Node, Record, Role
 from ebbtide.workload import OpKind
 
 MAX_MISSES: Final = 3
@@ -39,7 +39,10 @@ class NodeFacts(NamedTuple):
     call: int
     """The recorded call that makes it; -1 when backward does not replay that, and what it makes
     is told by when it is first used."""
-    is_replayable: bool
+    decision: Decision
+    """What became of it."""
+    is_asked: bool
+    """The plan moves it, and what becomes of it depends on the room in the tier."""
 
 
 class Step(NamedTuple):
@@ -58,10 +61,16 @@ class Script(NamedTuple):
     """The part of a record that backward needs."""
 
     steps: tuple[Step, ...]
+    """Ends with one that no call is."""
     nodes: tuple[NodeFacts | None, ...]
     calls: tuple[Call | None, ...]
     packs: tuple[tuple[int, Layout], ...]
     """Node and layout of each saved tensor."""
+    num_uses: tuple[int, ...]
+    """Of each node, the unpacks and replayed calls that will read it in one backward."""
+
+
+_END: Final = Step(None, "", -1, ())
 
 
 class Trace:
@@ -77,12 +86,18 @@ class Trace:
         """Note a call: the number that it was recorded under, or -1, and its outputs' nodes."""
         self._calls.append((func, name, call, outputs))
 
-    def script(self, before: Sequence[Node | None], record: Record) -> Script:
+    def script(
+        self,
+        before: Sequence[Node | None],
+        record: Record,
+        is_moved: Callable[[str], bool],
+    ) -> Script:
         """Return the script of a forward that has ended.
 
         Args:
             before: The nodes of its record as they were before that was sealed.
             record: Sealed.
+            is_moved: Whether the plan moves an activation of this name.
         """
         calls = tuple(record.calls)
         needed = {index for index, _ in self.packs}
@@ -92,7 +107,7 @@ class Trace:
                 needed.update(i for i in call.outputs if i >= 0 and _is_used(i, before, record))
         replayed = {index for index, call in enumerate(calls) if call is not None}
         nodes = tuple(
-            _facts(node, node.call if node.call in replayed else -1)
+            _facts(node, node.call if node.call in replayed else -1, is_moved(node.name))
             if node is not None and node.index in needed
             else None
             for node in before
@@ -103,7 +118,8 @@ class Trace:
             else Step(func, name, -1, ())
             for func, name, call, outputs in self._calls
         )
-        return Script(steps, nodes, calls, tuple(self.packs))
+        num_uses = tuple(0 if node is None else node.num_uses for node in before)
+        return Script((*steps, _END), nodes, calls, tuple(self.packs), num_uses)
 
 
 def _is_used(index: int, before: Sequence[Node | None], record: Record) -> bool:
@@ -111,11 +127,11 @@ def _is_used(index: int, before: Sequence[Node | None], record: Record) -> bool:
     return node is not None and record.nodes[index] is node
 
 
-def _facts(node: Node, call: int) -> NodeFacts:
-    is_replayable = node.decision is Decision.RECOMPUTE
+def _facts(node: Node, call: int, is_moved: bool) -> NodeFacts:
     return NodeFacts(
-        node.name, node.role, node.kind, node.op, node.group, node.num_bytes, call, is_replayable
-    )
+        node.name, node.role, node.kind, node.op, node.group, node.num_bytes, call, node.decision,
+        is_moved and node.role in ACTIVATION_ROLES,
+    )  # fmt: skip
 
 
 class Scripts:

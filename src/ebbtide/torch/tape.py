@@ -28,6 +28,7 @@ from ebbtide.torch.internals import (
     is_active_mode,
     is_plain,
     is_top_mode,
+    never_compile,
     pause_dispatch,
     pop_pack_hook,
     storage_address,
@@ -48,6 +49,7 @@ _MAX_COPIED_BYTES = 64 * 1024
 """Of what is only referenced, recipes start from a copy up to this size: it costs one small clone,
 and saves nothing to move (it is the size below which nothing is moved, by default)."""
 
+_FROM_ANYWHERE = frozenset({Role.INPUT, Role.SHARED, Role.COMPUTED})
 _FROM_PARAMETERS = frozenset({Role.PARAMETER, Role.DERIVED})
 
 
@@ -126,6 +128,12 @@ class Tape(TorchDispatchMode):
         """Let compiled functions inside the block run compiled."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch wraps each call of the mode, so that none is compiled; `never_compile` is
+        how ours are not."""
+        return False
+
     def __init__(
         self,
         record: Record,
@@ -155,10 +163,15 @@ class Tape(TorchDispatchMode):
         self._position = 0
         """Of the call in the script that comes next."""
         self._num_packs = 0
+        self._is_as_planned = True
+        """Every tier had the room that it had when the script was made."""
+        self._input_name = f"{record.block}:input"
         self._held_id = 0
         """The tensor that this pack made a node hold: that alias counts its versions."""
         self.has_followed = False
         """Whether the forward did all that its script says, and nothing else; told at its end."""
+        self.num_uses: tuple[int, ...] | None = None
+        """Of each node, where the forward did all that its script says, and nothing else."""
         if script is not None:
             record.nodes = [None] * len(script.nodes)
             record.calls = [None] * len(script.calls)
@@ -198,7 +211,10 @@ class Tape(TorchDispatchMode):
 
         It is inert then, and goes when autograd next saves something with nothing on top.
         """
+        script = self._script
         self.has_followed = self._has_followed()
+        if script is not None and self.has_followed and self._is_as_planned:
+            self.num_uses = script.num_uses
         self._is_over, self._frame, self._script = True, None, None
         if is_top_mode(self):
             self.__exit__(None, None, None)
@@ -234,6 +250,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        script = self._script
+        if script is not None and not types:
+            step = script.steps[self._position]
+            if step.func is func:
+                return self._follow(script, step, args, kwargs or {})
         if types and any(t is not Tensor and t is not torch.nn.Parameter for t in types):
             if any(t.__name__ == "FakeTensor" for t in types):
                 return func(*args, **(kwargs or {}))  # DTensor plans with it: it has no bytes
@@ -242,12 +263,7 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if facts.is_view:
             return func(*args, **kwargs)
-        script = self._script
         if script is not None:
-            position = self._position
-            step = script.steps[position] if position < len(script.steps) else None
-            if step is not None and step.func is func:
-                return self._follow(script, step, facts, args, kwargs)
             self._leave_script(script)
         if self.is_over:
             return func(*args, **kwargs)
@@ -259,38 +275,41 @@ class Tape(TorchDispatchMode):
         self._record(func, facts, args, kwargs, result)
         return result
 
-    def _follow(
-        self, script: Script, step: Step, facts: OpFacts, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    # -- a forward that follows a script -------------------------------------------------------
+
+    def _follow(self, script: Script, step: Step, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run a call that the script has at this place, and take from it what backward needs."""
-        if self._has_moments and step.name:
-            self._policy.reach(step.name)
-        func = step.func
-        if step.call < 0:
+        func, name, index, outputs = step
+        if self._has_moments and name:
+            self._policy.reach(name)
+        call = script.calls[index] if index >= 0 else None
+        if call is None:
             self._position += 1
             return func(*args, **kwargs)
-        call = script.calls[step.call]
         # Before it runs: what it makes could not be told from what it reads.
-        is_same = call is not None and self._is_call(script, call, args, kwargs)
+        is_same = self._is_call(script, call, args, kwargs)
         result = func(*args, **kwargs)
-        if not is_same or not self._take_outputs(script, step, result):
+        if not is_same or not self._take_outputs(script, outputs, result):
             self._leave_script(script)
-            self._record(func, facts, args, kwargs, result)
+            self._record(func, facts_of(func), args, kwargs, result)
             return result
         self._position += 1
-        self.record.calls[step.call] = call
+        self.record.calls[index] = call
         return result
 
     def _leave_script(self, script: Script) -> None:
         """Record from here on: this forward is another one than the script's."""
         self._script = None
         self._num_calls = sum(1 for step in script.steps[: self._position] if step.name)
+        inputs = [n for n in self.record.nodes if n is not None and n.role is Role.INPUT]
+        if inputs:
+            self._num_named[self._input_name] = len(inputs)
 
     def _has_followed(self) -> bool:
         script = self._script
         return (
             script is not None
-            and self._position == len(script.steps)
+            and self._position == len(script.steps) - 1
             and self._num_packs == len(script.packs)
         )
 
@@ -298,20 +317,17 @@ class Tape(TorchDispatchMode):
         if len(args) != len(call.args) or len(kwargs) != len(call.kwargs):
             return False
         for known, given in zip(call.args, args, strict=True):
-            if not self._is_argument(script, known, given):
+            if known is not given and not self._is_argument(script, known, given):
                 return False
-        return all(
+        return not kwargs or all(
             name in kwargs and self._is_argument(script, known, kwargs[name])
             for name, known in call.kwargs.items()
         )
 
     def _is_argument(self, script: Script, known: Any, given: Any) -> bool:
         if type(known) is Ref:
-            if not isinstance(given, Tensor) or not is_plain(given):
-                return False
-            if not known.layout.is_of(given):
-                return False
-            node = self._followed_node(script, given, known.node)
+            number, layout = known
+            node = self._followed_node(script, given, number, layout)
             if node is None:
                 return False
             if not node.is_root and node.decision is not Decision.RECOMPUTE:
@@ -325,46 +341,87 @@ class Tape(TorchDispatchMode):
             )
         return not isinstance(given, Tensor) and is_same_number(known, given)
 
-    def _followed_node(self, script: Script, tensor: Tensor, index: int) -> Node | None:
-        """Return the node that the script has for a tensor; None if it stands on another one."""
-        key = storage_key(tensor)
+    def _followed_node(
+        self, script: Script, tensor: Any, index: int, layout: Layout
+    ) -> Node | None:
+        """Return the node that the script has for a tensor; None if it is another one."""
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return None
+        if not layout.is_of(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        key = storage_address(storage)
         node = self._by_storage.get(key)
         if node is not None:
             return node if node.index == index else None
         facts = script.nodes[index]
         if facts is None or facts.call >= 0 or self.record.nodes[index] is not None:
             return None
-        if tensor.untyped_storage().nbytes() != facts.num_bytes:
+        if storage.nbytes() != facts.num_bytes or not is_plain(tensor):
             return None
-        role, name = self._role_of(tensor, key)
-        if facts.role is Role.COMPUTED and role is Role.SHARED:
-            # Made in the block, by a call that is not replayed: by which one matters for its
-            # name alone.
-            return self._followed_new(tensor, facts, index)
-        if role is not facts.role:
+        if not self._has_role(tensor, key, facts.role):
             return None
-        return self._node_from_outside(tensor, role, name, index)
-
-    def _followed_new(self, tensor: Tensor, facts: NodeFacts, index: int) -> Node:
-        node = self._new_node(
-            tensor, facts.name, facts.role, facts.kind, facts.op, facts.group,
-            is_replayable=facts.is_replayable, index=index,
-        )  # fmt: skip
-        node.call = facts.call
+        if facts.role is Role.INPUT and self._has_moments:
+            self._policy.reach(facts.name)
+        node = self._followed_new(storage, key, facts, index, tensor.device == self._device)
+        if facts.role is not Role.COMPUTED and node.place is None:
+            self._hold(node, tensor)
         return node
 
-    def _take_outputs(self, script: Script, step: Step, result: Any) -> bool:
+    def _has_role(self, tensor: Tensor, key: int, role: Role) -> bool:
+        """Return whether what comes from outside what is replayed has the role that it had."""
+        if role is Role.PARAMETER:
+            return self._parameters.get(key) is not None
+        is_input = key in self._inputs and tensor.device == self._device
+        if is_input is not (role is Role.INPUT) or type(tensor) is torch.nn.Parameter:
+            return False
+        if self._parameters.known(key) is not None:
+            return False
+        # Made outside the block, or in it by a call that is not replayed: by which one matters
+        # for its name alone.
+        return role in _FROM_ANYWHERE
+
+    def _followed_new(
+        self, storage: torch.UntypedStorage, key: int, facts: NodeFacts, index: int, is_here: bool
+    ) -> Node:
+        decision, place = facts.decision, None
+        if facts.is_asked and is_here:
+            decision, place = self._policy.decide(
+                facts.name,
+                is_replayable=decision is Decision.RECOMPUTE,
+                num_bytes=facts.num_bytes,
+            )
+            if decision is not facts.decision:
+                self._is_as_planned = False
+        node = Node(
+            index, facts.name, facts.role, facts.kind, facts.op, facts.group, facts.num_bytes,
+            decision, place,
+        )  # fmt: skip
+        node.call = facts.call
+        self.record.nodes[index] = node
+        self._enter(node, storage, key)
+        return node
+
+    def _take_outputs(
+        self, script: Script, outputs: tuple[tuple[int, int], ...], result: Any
+    ) -> bool:
         """Make nodes of the outputs that backward needs; returns whether they are as expected."""
-        outputs = result if isinstance(result, tuple | list) else (result,)
-        for position, index in step.outputs:
+        for position, index in outputs:
+            output = result
+            if isinstance(result, tuple | list):
+                output = result[position] if position < len(result) else None
             facts = script.nodes[index]
-            output = outputs[position] if position < len(outputs) else None
-            if facts is None or not isinstance(output, Tensor) or not self._is_new(output):
+            if facts is None or not isinstance(output, Tensor) or not is_plain(output):
                 return False
-            if output.untyped_storage().nbytes() != facts.num_bytes:
+            storage = output.untyped_storage()
+            key = storage_address(storage)
+            # No parameter either: it would be an argument, and have a node.
+            if key in self._by_storage or storage.nbytes() != facts.num_bytes:
                 return False
-            self._followed_new(output, facts, index)
+            self._followed_new(storage, key, facts, index, output.device == self._device)
         return True
+
+    # -- a forward that is recorded ------------------------------------------------------------
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         timer = self._timer
@@ -499,25 +556,36 @@ class Tape(TorchDispatchMode):
             self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
             return _Alias(alias_of(tensor), tensor._version)
         self._held_id = 0
+        script = self._script
+        if script is not None:
+            found = self._followed_pack(script, tensor)
+            if found is not None:
+                node, layout = found
+                if node.decision is Decision.RECOMPUTE:
+                    return self._handle(node, tensor, layout)
+                with pause_dispatch():
+                    return self._handle(node, tensor, layout)
         with pause_dispatch():
             is_ours = is_plain(tensor) and tensor.device == self._device
-            found = self._followed_pack(tensor) if is_ours else None
-            if found is None and self.is_over:
+            if is_ours and script is not None:
+                self._leave_script(script)
+            if self.is_over:
                 return self._pack_after_end(tensor)
             if not is_ours:
                 return _Alias(alias_of(tensor), tensor._version)
-            if found is None:
-                found = self._node_of(tensor), Layout.of(tensor)
-                if self.trace is not None:
-                    self.trace.packs.append((found[0].index, found[1]))
-            node, layout = found
-            handle = Handle(self.record, node.index, layout, tensor._version, node.num_packs)
-            node.num_packs += 1
-            if node.decision is not Decision.RECOMPUTE:
-                self._store(node, tensor, handle)
-            if self.is_checked:
-                self.real.append((handle, alias_of(tensor)))
-            return handle
+            node, layout = self._node_of(tensor), Layout.of(tensor)
+            if self.trace is not None:
+                self.trace.packs.append((node.index, layout))
+            return self._handle(node, tensor, layout)
+
+    def _handle(self, node: Node, tensor: Tensor, layout: Layout) -> Handle:
+        handle = Handle(self.record, node.index, layout, tensor._version, node.num_packs)
+        node.num_packs += 1
+        if node.decision is not Decision.RECOMPUTE:
+            self._store(node, tensor, handle)
+        if self.is_checked:
+            self.real.append((handle, alias_of(tensor)))
+        return handle
 
     def _pack_after_end(self, tensor: Tensor) -> _Alias:
         packed = _Alias(alias_of(tensor), tensor._version)
@@ -526,20 +594,22 @@ class Tape(TorchDispatchMode):
             self._note_over()
         return packed
 
-    def _followed_pack(self, tensor: Tensor) -> tuple[Node, Layout] | None:
+    def _followed_pack(self, script: Script, tensor: Tensor) -> tuple[Node, Layout] | None:
         """Return node and layout of what the script says is saved next, if that is `tensor`."""
-        script = self._script
-        if script is None:
+        if self._num_packs == len(script.packs) or tensor.layout is not torch.strided:
             return None
-        if self._num_packs < len(script.packs):
-            index, layout = script.packs[self._num_packs]
-            if layout.is_of(tensor):
-                node = self._followed_node(script, tensor, index)
-                if node is not None:
-                    self._num_packs += 1
-                    return node, layout
-        self._leave_script(script)
-        return None
+        index, layout = script.packs[self._num_packs]
+        if storage_key(tensor) in self._by_storage:
+            node = self._followed_node(script, tensor, index, layout)
+        elif tensor.device == self._device:
+            with pause_dispatch():
+                node = self._followed_node(script, tensor, index, layout)
+        else:
+            return None
+        if node is None:
+            return None
+        self._num_packs += 1
+        return node, layout
 
     def _store(self, node: Node, tensor: Tensor, handle: Handle) -> None:
         layout = handle.layout
@@ -628,19 +698,15 @@ class Tape(TorchDispatchMode):
         if self._parameters.get(key) is not None:
             return Role.PARAMETER, "parameter"
         if key in self._inputs and tensor.device == self._device:
-            return Role.INPUT, f"{self.record.block}:input"
+            return Role.INPUT, self._input_name
         return Role.SHARED, "shared"
 
-    def _node_from_outside(
-        self, tensor: Tensor, role: Role, name: str, index: int | None = None
-    ) -> Node:
+    def _node_from_outside(self, tensor: Tensor, role: Role, name: str) -> Node:
         if role is Role.INPUT:
             name = self._unique(name)
             if self._has_moments:
                 self._policy.reach(name)
-        node = self._new_node(
-            tensor, name, role, OpKind.INPUT, "", name, is_replayable=False, index=index
-        )
+        node = self._new_node(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
         if node.place is None:
             self._hold(node, tensor)
         return node
@@ -671,9 +737,7 @@ class Tape(TorchDispatchMode):
         group: str,
         *,
         is_replayable: bool,
-        index: int | None = None,
     ) -> Node:
-        """Make a node; `index` is its number in the script, None: the next one."""
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         place = None
@@ -686,17 +750,16 @@ class Tape(TorchDispatchMode):
                 name, is_replayable=is_replayable, num_bytes=num_bytes
             )
         nodes = self.record.nodes
-        number = len(nodes) if index is None else index
-        node = Node(number, name, role, kind, op, group, num_bytes, decision, place)
-        if index is None:
-            nodes.append(node)
-        else:
-            nodes[index] = node
-        self._by_storage[storage_address(storage)] = node
-        if role is not Role.PARAMETER:  # its node holds it to the block's end
+        node = Node(len(nodes), name, role, kind, op, group, num_bytes, decision, place)
+        nodes.append(node)
+        self._enter(node, storage, storage_address(storage))
+        return node
+
+    def _enter(self, node: Node, storage: torch.UntypedStorage, key: int) -> None:
+        self._by_storage[key] = node
+        if node.role is not Role.PARAMETER:  # its node holds it to the block's end
             # Design rule 3: while it is weakly held, the address cannot mean another storage.
             self._storages.append(StorageRef(storage))
-        return node
 
     def _name(self, func: Any, op: str, *, is_matmul: bool = False) -> str:
         """Return the name of the call that has just run."""
@@ -729,6 +792,9 @@ class Tape(TorchDispatchMode):
         count = self._num_named.get(name, 0) + 1
         self._num_named[name] = count
         return name if count == 1 else f"{name}#{count}"
+
+
+never_compile(Tape.__torch_dispatch__)
 
 
 class _Alias:
