@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -395,6 +396,31 @@ def test_a_compiled_function_inside_a_block_still_runs_compiled(plan: str, tmp_p
         assert_plan_was_run(tide)
     assert (backend.num_compiled, backend.num_runs) == (1, 2 * NUM_STEPS * NUM_BLOCKS)
     assert differences(trace, plain) == []
+
+
+@ignore_grad_attribute
+def test_no_code_of_ours_is_compiled_where_a_compiled_function_breaks(tmp_path: Path) -> None:
+    """Between the two graphs the compiler looks at every Python function that runs."""
+
+    def breaks(x: Tensor) -> Tensor:
+        y = x.sin()
+        if y.sum() > NUM_TOKENS * WIDTH:  # an operator that runs between the graphs
+            return y
+        return functional.silu(y) * y.cos()
+
+    def count(attach: Callable[[nn.Module], contextlib.AbstractContextManager[Any]]) -> list[int]:
+        torch.compiler.reset()
+        counters = torch._dynamo.utils.counters
+        counters.clear()
+        backend = CountingBackend()
+        model = seeded(stack_with(torch.compile(breaks, backend=backend)))
+        with attach(model):
+            train(model, feature_step)
+        return [backend.num_compiled, backend.num_runs, *counters["frames"].values()]
+
+    plain = count(lambda model: contextlib.nullcontext())
+    assert plain[0] == 2
+    assert count(lambda model: attach_here(model, "recompute", tmp_path)) == plain
 
 
 @ignore_grad_attribute

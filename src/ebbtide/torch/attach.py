@@ -354,6 +354,7 @@ class _Attachment:
             runtime.note_growth = maker.forget_plans
         hooks = Hooks(runtime)
         runtime.hook_blocks = hooks.hook_blocks
+        runtime.hook_scopes = hooks.hook_scopes
         tide = Tide(runtime, ledger, hooks, store, self._budgets)
         maker.close = _closer_of(tide)
         return tide

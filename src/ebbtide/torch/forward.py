@@ -37,6 +37,10 @@ class BlockState:
     """It cannot run under hooks."""
     names: list[tuple[Any, str, str]] = field(default_factory=list[tuple[Any, str, str]])
     """The calls of the last forward: operator, name without and with its number."""
+    has_scopes: bool = True
+    """Hooks tell which of its modules runs; they are off once all calls have their names."""
+    num_renamed: int = 0
+    """Forwards that made calls of other names with these hooks off."""
     is_input_written: bool = False
     """The model writes to the block's input after the block, as in `h += block(h)`. That is
     legal where no operator saves it; recipes that start from it then need a copy."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.torch.forward import BlockState
+from ebbtide.torch.internals import pre_hooks_of
 from ebbtide.torch.runtime import Runtime
 
 
@@ -56,26 +57,50 @@ class Hooks:
         if runtime.blocks:
             self._always.append(_install_entry(runtime, runtime.blocks[0]))
         self._others: list[RemovableHandle] = []
+        self._scopes: dict[int, list[RemovableHandle]] = {}
+        """By block: those of its inner modules."""
         self.hook_blocks(True)
 
     def hook_blocks(self, is_wanted: bool) -> None:
         """Register what it takes to record blocks, or remove that again."""
         runtime = self._runtime()
         if not is_wanted:
-            self._remove(self._others)
+            self._remove_blocks()
         elif not self._others and runtime is not None:
             self._hook_blocks(runtime)
 
+    def hook_scopes(self, state: BlockState, is_wanted: bool) -> bool:
+        """Register what tells which module of a block runs, or remove it again.
+
+        Returns whether it is there now. It stays where somebody else's hooks may swap the
+        parameters of an inner module, as those of FSDP do: they are looked up behind them.
+        """
+        runtime, block = self._runtime(), state.module()
+        known = self._scopes.setdefault(state.index, [])
+        if is_wanted and not known and runtime is not None and block is not None:
+            for path, module in block.named_modules(prefix=state.path):
+                if module is not block:
+                    known += _install_scope(runtime, state, path, module)
+        elif not is_wanted and block is not None and not _has_other_hooks(block):
+            self._remove(known)
+        return bool(known)
+
     def close(self) -> None:
         """Remove everything."""
-        self._remove(self._others)
+        self._remove_blocks()
         self._remove(self._always)
 
     def _hook_blocks(self, runtime: Runtime) -> None:
         for state in runtime.blocks:
             if state.index > 0:
                 self._others.append(_install_entry(runtime, state))
-            self._others += _install_block(runtime, state)
+            self._others.append(_install_exit(runtime, state))
+            state.has_scopes = self.hook_scopes(state, True)
+
+    def _remove_blocks(self) -> None:
+        self._remove(self._others)
+        for handles in self._scopes.values():
+            self._remove(handles)
 
     @staticmethod
     def _remove(handles: list[RemovableHandle]) -> None:
@@ -104,25 +129,23 @@ def _install_entry(runtime: Runtime, state: BlockState) -> RemovableHandle:
     return _block_of(state).register_forward_pre_hook(_Hook(before), with_kwargs=True)
 
 
-def _install_block(runtime: Runtime, state: BlockState) -> list[RemovableHandle]:
+def _install_exit(runtime: Runtime, state: BlockState) -> RemovableHandle:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         runtime.leave(state, output)
 
-    block = _block_of(state)
-    handles = [
-        # First of the block's forward hooks: FSDP's frees the parameters that checks replay with.
-        block.register_forward_hook(_Hook(after), always_call=True, prepend=True),
-    ]
-    for path, module in block.named_modules(prefix=state.path):
-        if module is not block:
-            handles += _install_scope(runtime, state, path, module)
-    return handles
+    # First of the block's forward hooks: FSDP's frees the parameters that checks replay with.
+    return _block_of(state).register_forward_hook(_Hook(after), always_call=True, prepend=True)
 
 
 def _block_of(state: BlockState) -> nn.Module:
     block = state.module()
     assert block is not None, "bug in ebbtide"
     return block
+
+
+def _has_other_hooks(block: nn.Module) -> bool:
+    inner = (module for module in block.modules() if module is not block)
+    return any(not isinstance(h, _Hook) for module in inner for h in pre_hooks_of(module))
 
 
 def _install_scope(

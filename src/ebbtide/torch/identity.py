@@ -64,7 +64,18 @@ class Layout(NamedTuple):
         )
 
     def over(self, owner: Tensor) -> Tensor:
-        """Return a tensor of this layout over the storage of `owner`; nothing is copied."""
+        """Return a tensor of this layout over the storage of `owner`, or `owner` itself.
+
+        Nothing is copied.
+        """
+        if self.dtype is owner.dtype and not (owner.is_conj() or owner.is_neg()):
+            if (
+                self.offset == owner.storage_offset()
+                and self.shape == owner.shape
+                and self.stride == owner.stride()
+            ):
+                return self._with_bits(owner)
+            return self._with_bits(owner.as_strided(self.shape, self.stride, self.offset))
         view = torch.empty(0, dtype=self.dtype, device=owner.device)
         view.set_(owner.untyped_storage(), self.offset, self.shape, self.stride)
         return self._with_bits(view)

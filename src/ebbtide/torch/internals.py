@@ -105,6 +105,11 @@ def tensor_tables(module: nn.Module) -> tuple[Mapping[str, Tensor | None], ...]:
     return module._parameters, module._buffers
 
 
+def pre_hooks_of(module: nn.Module) -> tuple[Callable[..., Any], ...]:
+    """Return what runs before a module's forward."""
+    return tuple(module._forward_pre_hooks.values())
+
+
 def storage_address(storage: torch.UntypedStorage) -> int:
     """Return the address of the storage object, unique among those alive or weakly held."""
     return storage._cdata

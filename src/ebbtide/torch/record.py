@@ -19,6 +19,7 @@ from ebbtide.errors import RuntimeStateError
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import Layout, bytes_of, have_equal_bits
+from ebbtide.torch.internals import pause_autocast
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
 from ebbtide.workload import OpKind
 
@@ -150,6 +151,9 @@ class Ref(NamedTuple):
 
     node: int
     layout: Layout
+
+
+_HOLDS_TENSORS: Final = frozenset({Ref, list})
 
 
 class Call(NamedTuple):
@@ -354,7 +358,8 @@ class Record:
                 raise RuntimeError(
                     MUTATED.format(name=node.name, saved=handle.version, now=alias._version)
                 )
-            tensor = layout.over(self._storage_of(node))
+            owner = self._storage_of(node)
+            tensor = layout.over(owner if alias is None or node.is_copy else alias)
         self._use(node)
         return tensor
 
@@ -465,6 +470,8 @@ class Record:
         """Return the node that holds the bytes of a saved tensor."""
         if self.has_let_go:
             raise RuntimeStateError(LET_GO.format(block=self.block))
+        if not self._pieces:
+            return self.node(handle.node)
         return self.node(self._pieces.get((handle.node, handle.layout), handle.node))
 
     def _storage_of(self, node: Node) -> Tensor:
@@ -491,7 +498,12 @@ class Record:
             call = self.calls[node.call]
             assert call is not None, "bug in ebbtide: a call that is needed was dropped"
             todo += map(self.node, call.inputs)
-        for index in sorted(needed):
+        with pause_autocast():  # what it casts are calls of their own
+            self._run_all(sorted(needed), wanted)
+        self.num_replayed_calls += len(needed)
+
+    def _run_all(self, indices: Sequence[int], wanted: Node) -> None:
+        for index in indices:
             call = self.calls[index]
             assert call is not None
             outputs = self._run(call)
@@ -509,17 +521,20 @@ class Record:
                 node = self.node(i)
                 if node is not wanted:
                     self._use(node)
-        self.num_replayed_calls += len(needed)
 
     def _run(self, call: Call) -> Sequence[Any]:
-        args = [self._argument(a) for a in call.args]
-        kwargs = {k: self._argument(a) for k, a in call.kwargs.items()}
-        result = call.func(*args, **kwargs)
+        func, args, kwargs, _, _ = call
+        args = [self._argument(a) if type(a) in _HOLDS_TENSORS else a for a in args]
+        if kwargs:
+            kwargs = {k: self._argument(a) for k, a in kwargs.items()}
+        result = func(*args, **kwargs)
         return result if isinstance(result, tuple | list) else (result,)
 
     def _argument(self, argument: Any) -> Any:
-        if isinstance(argument, Ref):
+        if type(argument) is Ref:
             node = self.node(argument.node)
+            if node.memo is not None:
+                return argument.layout.over(node.memo)
             if node.source is not None:
                 return argument.layout.over(node.source)
             if node.kept is not None and node.kept._version != node.version:

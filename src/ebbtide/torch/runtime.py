@@ -60,6 +60,9 @@ log = logging.getLogger("ebbtide")
 MAX_CORRECTIONS = 3
 """Plans that are timed and made anew. One that comes out as it was is not timed again."""
 
+MAX_RENAMED = 2
+"""A block that made calls of other names this often keeps the hooks that tell its modules."""
+
 MakePlan = Callable[[Workload], tuple[Plan, Traffic | None]]
 FollowShape = Callable[[Workload, torch.Size, torch.Size], tuple[Plan, Traffic | None]]
 """From the workload, the size that it was observed at and the size now."""
@@ -118,6 +121,9 @@ class Runtime:
         self._num_corrections = 0
         self.hook_blocks: Callable[[bool], None] | None = None
         """Puts the hooks of the blocks on, or takes them off while a plan keeps everything."""
+        self.hook_scopes: Callable[[BlockState, bool], bool] | None = None
+        """Puts the hooks of a block's inner modules on, or takes them off; tells whether they are
+        on now."""
         self.note_growth: Callable[[], None] | None = None
         """Called when more rests on the device than the plans of now were made for."""
         self._grown_bytes = 0
@@ -346,6 +352,7 @@ class Runtime:
             self._seal(state, forward, tape.num_uses, has_failed=has_failed)
             if forward.key is not None and not has_failed:
                 self._learn(forward, tape, nodes)
+            self._note_names(state, tape)
             if tape.is_checked and not has_failed:
                 self._check(state, record, tape)
             tape.forget()
@@ -360,6 +367,20 @@ class Runtime:
         elif not trace.is_odd and scripts.wants(forward.key):
             script = trace.script(nodes, forward.record, forward.policy.is_moved)
             scripts.learn(forward.key, script)
+
+    def _note_names(self, state: BlockState, tape: Tape) -> None:
+        """Tell modules apart only where a call may need a name."""
+        if self.hook_scopes is None:
+            return
+        if not tape.is_alike and not state.has_scopes:
+            # What was named last was named without its module.
+            state.names.clear()
+            state.num_renamed += 1
+            state.has_scopes = self.hook_scopes(state, True)
+        elif tape.is_alike and state.has_scopes and state.num_renamed < MAX_RENAMED:
+            state.has_scopes = self.hook_scopes(state, False)
+            if state.has_scopes:  # they have to stay, so do not ask again
+                state.num_renamed = MAX_RENAMED
 
     def _seal(
         self,
@@ -400,33 +421,39 @@ class Runtime:
         """Give autograd a saved tensor back; the other saved-tensor hook."""
         if not isinstance(packed, Handle):
             return restore_alias(packed)
+        with self._lock:
+            if not torch.is_grad_enabled():
+                return self._restore(packed)
+            with torch.no_grad():
+                return self._restore(packed)
+
+    def _restore(self, packed: Handle) -> Tensor:
         record = packed.record
-        with self._lock, torch.no_grad(), pause_autocast():
-            timing = self._start_unpack(record)
-            previous = None if self._restoring is None else self._restoring()
-            if previous is not record:
-                if previous is not None:
-                    # Backward went on to another block: what was not asked for may go.
-                    previous.drop_device_copies()
-                self._restoring = weakref.ref(record)
-            self._note_writes()
-            traffic = record.traffic
-            if traffic is not None and traffic.anchors.has_fetches and record.forward_pass:
-                traffic.reach_use(record.forward_pass, record.holder_of(packed).activation)
-            before = record.num_replayed_calls
-            try:
-                tensor = record.restore(packed)
-            except torch.OutOfMemoryError as error:
-                record.drop_device_copies()
-                if self.note_out_of_memory is not None:
-                    error.add_note(self._run_out(record))
-                raise
-            if timing is not None and self.stopwatch is not None:
-                record.watch = None
-                self.stopwatch.end_unpack(timing, record, record.holder_of(packed))
-            if record.num_replayed_calls != before:
-                self.ledger.count_recomputed_ops(record.num_replayed_calls - before)
-            return tensor
+        timing = self._start_unpack(record)
+        previous = None if self._restoring is None else self._restoring()
+        if previous is not record:
+            if previous is not None:
+                # Backward went on to another block: what was not asked for may go.
+                previous.drop_device_copies()
+            self._restoring = weakref.ref(record)
+        self._note_writes()
+        traffic = record.traffic
+        if traffic is not None and traffic.anchors.has_fetches and record.forward_pass:
+            traffic.reach_use(record.forward_pass, record.holder_of(packed).activation)
+        before = record.num_replayed_calls
+        try:
+            tensor = record.restore(packed)
+        except torch.OutOfMemoryError as error:
+            record.drop_device_copies()
+            if self.note_out_of_memory is not None:
+                error.add_note(self._run_out(record))
+            raise
+        if timing is not None and self.stopwatch is not None:
+            record.watch = None
+            self.stopwatch.end_unpack(timing, record, record.holder_of(packed))
+        if record.num_replayed_calls != before:
+            self.ledger.count_recomputed_ops(record.num_replayed_calls - before)
+        return tensor
 
     # -- measuring -----------------------------------------------------------------------------
 
@@ -461,7 +488,7 @@ class Runtime:
 
     def _start_unpack(self, record: Record) -> BlockTiming | None:
         stopwatch = self.stopwatch
-        if stopwatch is None or not is_in_backward():
+        if stopwatch is None or stopwatch.is_done or not is_in_backward():
             return None
         timing = stopwatch.timing_of(record)
         if timing is not None:

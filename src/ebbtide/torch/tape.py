@@ -195,7 +195,8 @@ class Tape(TorchDispatchMode):
         self._is_odd_call = False
         self._names = names
         self._num_calls = 0
-        self._is_alike = bool(names)
+        self.is_alike = bool(names)
+        """The calls up to now are those of the last forward, so their names are known."""
         self._num_named: dict[str, int] = {}
         self._frame = frame
         self._note_over = note_over
@@ -435,7 +436,7 @@ class Tape(TorchDispatchMode):
     def _reach_call(self, func: Any) -> None:
         """Announce the next call before it takes memory, if it is the one of the last forward."""
         names, position = self._names, self._num_calls
-        if self._is_alike and position < len(names) and names[position][0] is func:
+        if self.is_alike and position < len(names) and names[position][0] is func:
             self._policy.reach(names[position][2])
 
     def _record(
@@ -772,11 +773,11 @@ class Tape(TorchDispatchMode):
         """Return the name of the next recorded call, from the last forward if that was alike."""
         names, position = self._names, self._num_calls
         self._num_calls += 1
-        if self._is_alike:
+        if self.is_alike:
             if position < len(names) and names[position][0] is func:
                 return names[position][2]
             # The block took another turn than last time: count what was named so far.
-            self._is_alike = False
+            self.is_alike = False
             del names[position:]
             for _, base, _ in names:
                 self._num_named[base] = self._num_named.get(base, 0) + 1
