@@ -410,7 +410,7 @@ def test_no_code_of_ours_is_compiled_where_a_compiled_function_breaks(tmp_path: 
 
     def count(attach: Callable[[nn.Module], contextlib.AbstractContextManager[Any]]) -> list[int]:
         torch.compiler.reset()
-        counters = torch._dynamo.utils.counters
+        counters = torch._dynamo.utils.counters  # pyright: ignore[reportPrivateUsage]
         counters.clear()
         backend = CountingBackend()
         model = seeded(stack_with(torch.compile(breaks, backend=backend)))
