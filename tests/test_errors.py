@@ -13,7 +13,7 @@ def test_every_exception_is_under_the_root() -> None:
         for value in vars(errors).values()
         if inspect.isclass(value) and issubclass(value, Exception)
     ]
-    assert len(exceptions) == 8
+    assert len(exceptions) == 9
     assert all(issubclass(exception, EbbtideError) for exception in exceptions)
 
 
@@ -45,6 +45,14 @@ def test_a_missing_extra_is_an_import_error_that_names_the_command() -> None:
 def test_a_missing_extra_survives_a_process_border() -> None:
     error = MissingExtraError.for_extra("jax", needed_by="ebbtide.jax")
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_refused_pinned_memory_survives_a_process_border() -> None:
+    error = errors.PinnedMemoryError("9 GiB of pinned host memory was refused", 512)
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is errors.PinnedMemoryError
+    assert issubclass(errors.PinnedMemoryError, errors.MemoryTierError)
+    assert (str(again), again.room_bytes) == ("9 GiB of pinned host memory was refused", 512)
 
 
 def test_exit_codes_are_these() -> None:

@@ -7,6 +7,7 @@
         ModelError
         RuntimeStateError
         MemoryTierError
+          PinnedMemoryError
         MissingExtraError   (also an ImportError)
         TraceError
 
@@ -41,6 +42,22 @@ class RuntimeStateError(EbbtideError):
 
 class MemoryTierError(EbbtideError):
     """The system refused the pinned memory or the disk space that a plan needs."""
+
+
+class PinnedMemoryError(MemoryTierError):
+    """The system or the driver refused to pin host memory.
+
+    Args:
+        message: What was asked, which limit was met, and what to change.
+        room_bytes: What could be had, as far as the system says; None: it does not say.
+    """
+
+    def __init__(self, message: str, room_bytes: int | None = None) -> None:
+        super().__init__(message, room_bytes)
+        self.room_bytes = room_bytes
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class MissingExtraError(EbbtideError, ImportError):
