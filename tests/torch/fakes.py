@@ -15,6 +15,7 @@ from ebbtide.planner.named import named_plan
 from ebbtide.torch.anchors import Anchors
 from ebbtide.torch.blocks import find_blocks
 from ebbtide.torch.devices.fake import FakeDevice, Schedule
+from ebbtide.torch.devices.pinned import AbstractDriver
 from ebbtide.torch.hooks import Hooks
 from ebbtide.torch.runtime import Runtime
 from ebbtide.torch.tiers import HostRegion, Tiers
@@ -28,6 +29,36 @@ MIN_BYTES = 512
 ROW = 512
 """Bytes of most rows on a `Bench`: one unit of the host arena."""
 HOST_ROWS = 8
+
+
+class FakeDriver(AbstractDriver):
+    """Pins nothing, notes what it is asked for, and refuses where a test wants it.
+
+    Args:
+        max_bytes: Most bytes that are registered at once.
+        status: What it answers above that; a cudaError_t.
+    """
+
+    def __init__(self, max_bytes: int = 2**62, status: int = 2) -> None:
+        self.registered: dict[int, int] = {}
+        """Bytes by address, of what is registered now."""
+        self.asked: list[int] = []
+        """Bytes of every region that was asked for."""
+        self._max_bytes = max_bytes
+        self._status = status
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Refuse what is too much."""
+        self.asked.append(num_bytes)
+        if sum(self.registered.values()) + num_bytes > self._max_bytes:
+            return self._status
+        self.registered[address] = num_bytes
+        return 0
+
+    def unregister(self, address: int) -> None:
+        """Forget a region, which must be registered."""
+        del self.registered[address]
+
 
 MakePlan = Callable[[Workload], Plan]
 

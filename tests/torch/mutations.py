@@ -223,6 +223,9 @@ MUTATIONS = (
              "self._refused_bytes[tier] += num_bytes\n            return None",
              "self._refused_bytes[tier] += num_bytes\n"
              "            self.grow_to_demand()\n            return None"),
+    Mutation(7, "what the system refused is asked for again", "tiers.py",
+             "self.host_cap_bytes = self.host_bytes",
+             "pass"),
     Mutation(8, "random operators run again", "ops.py",
              "kind = OpKind.RANDOM\n",
              "kind, is_replayable = OpKind.ELEMENTWISE, True\n"),

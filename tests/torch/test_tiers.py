@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.errors import MemoryTierError
+from ebbtide.errors import PinnedMemoryError
 from ebbtide.memory.arena import Region
 from ebbtide.memory.disk import DiskStore
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
-from ebbtide.torch.tiers import HostRegion, Tiers
+from ebbtide.torch.tiers import HostRegion, Tiers, take_what_there_is
 
 UNIT = 512
 
@@ -165,15 +165,16 @@ def test_the_rounding_of_a_place_belongs_to_it() -> None:
 class System:
     """Hands out host regions and notes it, up to a limit."""
 
-    def __init__(self, max_units: int = 100) -> None:
+    def __init__(self, max_units: int = 100, room_bytes: int | None = None) -> None:
         self.max_units = max_units
+        self.room_bytes = room_bytes
         self.calls: list[str] = []
 
     def make(self, num_bytes: int) -> HostRegion:
         num_units = num_bytes // UNIT
         if num_units > self.max_units:
             self.calls.append(f"refuse {num_units}")
-            raise MemoryTierError("there is no more")
+            raise PinnedMemoryError("there is no more", self.room_bytes)
         self.calls.append(f"pin {num_units}")
         buffer = torch.zeros(num_bytes, dtype=torch.uint8)
         return HostRegion(buffer, unpin=lambda: self.calls.append(f"unpin {num_units}"))
@@ -234,6 +235,90 @@ def test_a_host_tier_that_cannot_grow_stays_as_large_as_it_was(
     assert [r.message for r in caplog.records] == [
         "the host tier stays at 1.0 KiB: there is no more"
     ]
+
+
+def test_a_region_that_is_refused_too_in_the_size_that_it_had_is_smaller_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    system = System()
+    tiers = Tiers(host=None, disk=None, make_host=system.make)
+    assert tiers.reserve_host(4 * UNIT) is None
+    assert tiers.take(Decision.HOST, 6 * UNIT) is None
+    system.max_units = 2  # another program has taken the rest in the meantime
+    tiers.grow_to_demand()
+    assert system.calls[-4:] == ["refuse 10", "refuse 4", "refuse 3", "pin 2"]
+    assert [r.message for r in caplog.records] == [
+        "the host tier stays at 1.0 KiB: there is no more"
+    ]
+    assert tiers.take(Decision.HOST, 6 * UNIT) is None
+    tiers.grow_to_demand()
+    assert system.calls[-1] == "pin 2"
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_where_the_system_says_what_is_left_that_much_is_taken() -> None:
+    system = System(max_units=7, room_bytes=7 * UNIT + 100)
+    taken = take_what_there_is(system.make, 40 * UNIT)
+    assert taken.region is not None and str(taken.refusal) == "there is no more"
+    assert system.calls == ["refuse 40", "pin 7"]
+
+
+def test_where_it_does_not_the_size_goes_down_by_quarters_and_thirds() -> None:
+    system = System(max_units=13)
+    taken = take_what_there_is(system.make, 64 * UNIT)
+    assert taken.region is not None and taken.region.buffer.numel() == 12 * UNIT
+    assert system.calls == [
+        *("refuse 64", "refuse 48", "refuse 32", "refuse 24", "refuse 16"),
+        "pin 12",
+    ]
+
+
+def test_what_was_left_may_be_gone_by_now() -> None:
+    system = System(max_units=12, room_bytes=16 * UNIT)
+    taken = take_what_there_is(system.make, 64 * UNIT)
+    assert taken.region is not None
+    assert system.calls == ["refuse 64", "refuse 16", "pin 12"]
+
+
+def test_a_64th_or_less_than_is_of_use_is_not_tried() -> None:
+    system = System(max_units=0)
+    taken = take_what_there_is(system.make, 96 * UNIT)
+    assert taken.region is None and str(taken.refusal) == "there is no more"
+    assert system.calls[-2:] == ["refuse 3", "refuse 2"]  # 1.5 units would be one, and too little
+    system.calls.clear()
+    assert take_what_there_is(system.make, 96 * UNIT, least_bytes=40 * UNIT).region is None
+    assert system.calls == ["refuse 96", "refuse 72", "refuse 48"]
+    system.calls.clear()
+    system.room_bytes = 0
+    assert take_what_there_is(system.make, 96 * UNIT).region is None
+    assert system.calls == ["refuse 96"]
+
+
+def test_what_the_system_gives_is_the_cap_from_then_on() -> None:
+    """Design rule 7: it is not asked again and again."""
+    system = System(max_units=6)
+    tiers = Tiers(host=None, disk=None, make_host=system.make)
+    refusal = tiers.reserve_host(8 * UNIT)
+    assert str(refusal) == "there is no more"
+    assert (tiers.host_bytes, tiers.host_cap_bytes) == (6 * UNIT, 6 * UNIT)
+    assert tiers.take(Decision.HOST, 7 * UNIT) is None
+    tiers.grow_to_demand()
+    assert system.calls == ["refuse 8", "pin 6"]
+    system.max_units = 0
+    assert str(tiers.reserve_host(2 * UNIT)) == "there is no more"
+    assert (tiers.host, tiers.host_bytes, tiers.host_cap_bytes) == (None, 0, 0)
+
+
+def test_bounce_memory_is_taken_down_to_what_one_copy_needs() -> None:
+    system = System(max_units=5)
+    tiers = Tiers(host=None, disk=None, make_host=system.make)
+    assert tiers.reserve_bounce(8 * UNIT, least_bytes=4 * UNIT) is None
+    assert tiers.bounce is not None and tiers.bounce.buffer.numel() == 4 * UNIT
+    refusal = tiers.reserve_bounce(20 * UNIT, least_bytes=10 * UNIT)
+    assert str(refusal) == "there is no more"
+    assert tiers.bounce is None
 
 
 def test_the_disk_tier_grows_up_to_its_cap(tmp_path: Path) -> None:

@@ -100,6 +100,8 @@ class BudgetPlanner:
         self._min_bytes = min_bytes
         self._planner = planner
         self._given = budget
+        self._refusal = ""
+        """Why less host memory than the machine has, or no disk, is planned with."""
         self._less_bytes = 0
         """What the plans must stay under the budget, after out-of-memory errors."""
         parse_budget(budget, 2**50)  # refuse what cannot be read before anything is measured
@@ -150,9 +152,25 @@ class BudgetPlanner:
             min_bytes=self._min_bytes,
         )
         if outcome.code is Code.NOTHING_FITS or outcome.plan is None:
-            raise BudgetError(outcome.message)
+            raise BudgetError(f"{outcome.message} {self._refusal}".rstrip())
         log.info("%s: %s", outcome.planner, outcome.message)
         return outcome.plan
+
+    def plan_with_less(self, refusal: str, *, host_bytes: int, has_disk: bool) -> None:
+        """Plan with the memory that the system gave when it refused what a plan needed.
+
+        Args:
+            refusal: Why; told again where nothing fits then.
+            host_bytes: Most pinned host memory of this rank.
+            has_disk: Whether the disk can still be used.
+        """
+        machine = self.machine
+        self._refusal = refusal
+        self._machine = replace(
+            machine,
+            host_bytes=min(machine.host_bytes, host_bytes * machine.num_local_ranks),
+            disk_bytes=machine.disk_bytes if has_disk else 0,
+        )
 
     def correct(self, workload: Workload, plan: Plan, measured_ns: int) -> tuple[Workload, Plan]:
         """Correct the times of a workload by what steps under a plan took, and plan again.

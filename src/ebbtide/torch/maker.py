@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -12,14 +13,20 @@ from ebbtide.memory.disk import DiskStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import named_plan
-from ebbtide.planner.spill import spill_to_disk
+from ebbtide.planner.spill import recompute_rest, spill_to_disk
 from ebbtide.torch.anchors import Anchors
 from ebbtide.torch.budgets import BudgetPlanner, Shape, bucket
 from ebbtide.torch.devices.cpu import CpuDevice
-from ebbtide.torch.devices.cuda import CudaDevice, pin_host_region
-from ebbtide.torch.tiers import Tiers
+from ebbtide.torch.devices.cuda import CudaDevice
+from ebbtide.torch.devices.pinned import pinned_memory_of
+from ebbtide.torch.tiers import HostRegion, Tiers
 from ebbtide.torch.traffic import Traffic
+from ebbtide.units import format_bytes
 from ebbtide.workload import Workload
+
+log = logging.getLogger("ebbtide")
+
+_ENDLESS_BYTES = 2**62
 
 
 class PlanMaker:
@@ -54,6 +61,10 @@ class PlanMaker:
         self._disk = disk
         self._min_bytes = min_bytes
         self._ledger = ledger
+        self._host_room: int | None = None
+        """What the system gave of the pinned host memory that a plan needed; None: all."""
+        self._has_bounce = True
+        """The system gave the pinned memory that copies to disk pass through."""
 
     def follow_shape(
         self, workload: Workload, observed: torch.Size, size: torch.Size
@@ -93,8 +104,10 @@ class PlanMaker:
             plan.fetch_at,
         )
         traffic = self._made[key][1]
-        if not is_same:
+        if not is_same and self._take_memory(better):
             traffic = self._traffic(better, Anchors.of(better, paced))
+        elif not is_same:
+            better = plan  # the system gives less than the better one needs
         self._made = {key: (better, traffic)}
         self._now = better
         return paced, better, traffic
@@ -120,52 +133,108 @@ class PlanMaker:
         self, workload: Workload, observed: Shape | None, now: Shape | None
     ) -> tuple[Plan, Traffic | None]:
         try:
-            if self._budgets is not None:
-                plan = self._budgets.make(workload, observed, now)
-            elif isinstance(self._plan, Plan):
-                self._plan.check_fits(workload)
-                plan = self._plan
-            else:
-                to_host = self._disk is None or self._host_cap is not None
-                tier = Decision.HOST if to_host else Decision.DISK
-                plan = named_plan(self._plan, workload, tier=tier, min_bytes=self._min_bytes)
-                if self._disk is not None and self._host_cap is not None:
-                    plan = spill_to_disk(plan, workload, self._host_cap)
+            plan = self._decide(workload, observed, now)
+            # Each refusal lowers what the next plan may use, so this ends.
+            while not self._take_memory(plan):
+                plan = self._decide(workload, observed, now)
             return plan, self._traffic(plan, Anchors.of(plan, workload))
         except EbbtideError:
             if self.close is not None:
                 self.close()  # the model is left as it was, and trains on
             raise
 
-    def _traffic(self, plan: Plan, anchors: Anchors) -> Traffic | None:
-        if not plan.host_bytes and not plan.disk_bytes:
-            return None
-        # Every region is rounded up to the arena's alignment.
-        host_bytes, disk_bytes = (
-            num_bytes + ALIGNMENT_BYTES * sum(1 for d in plan.decisions.values() if d is tier)
-            for num_bytes, tier in (
-                (plan.host_bytes, Decision.HOST),
-                (plan.disk_bytes, Decision.DISK),
-            )
+    def _decide(self, workload: Workload, observed: Shape | None, now: Shape | None) -> Plan:
+        """Make the plan for what the system was found to give so far."""
+        if self._budgets is not None:
+            return self._budgets.make(workload, observed, now)
+        if isinstance(self._plan, Plan):
+            self._plan.check_fits(workload)
+            plan = self._plan
+        else:
+            to_host = self._disk is None or self._host_cap is not None
+            tier = Decision.HOST if to_host else Decision.DISK
+            plan = named_plan(self._plan, workload, tier=tier, min_bytes=self._min_bytes)
+            if self._disk is not None and self._host_cap is not None:
+                room = self._host_cap if self._host_room is None else self._host_room
+                plan = spill_to_disk(plan, workload, min(self._host_cap, room))
+        if self._host_room is None and self._has_bounce:
+            return plan
+        disk_bytes = _ENDLESS_BYTES
+        if self._disk is not None and self._host_room is not None:
+            # More was spilled there than anybody asked for.
+            disk_bytes = self._disk.statistics().cap_bytes - _rounding(plan, Decision.DISK)
+        return recompute_rest(
+            plan,
+            workload,
+            host_bytes=_ENDLESS_BYTES if self._host_room is None else self._host_room,
+            disk_bytes=max(0, disk_bytes) if self._has_bounce else 0,
         )
+
+    def _take_memory(self, plan: Plan) -> bool:
+        """Take what a plan needs from the system; False where it refused and less is to be had."""
+        if not plan.host_bytes and not plan.disk_bytes:
+            return True
+        tiers = self._tiers_now()
+        if plan.host_bytes:
+            host_bytes = plan.host_bytes + _rounding(plan, Decision.HOST)
+            if tiers.host_cap_bytes is not None:
+                host_bytes = min(host_bytes, tiers.host_cap_bytes)
+            # Where memory is scarce the region shrinks to what the plan still needs.
+            is_first = not self._made and self._host_room is not None
+            if host_bytes > tiers.host_bytes or (is_first and host_bytes < tiers.host_bytes):
+                refusal = tiers.reserve_host(host_bytes)
+                if refusal is not None:
+                    self._host_room = max(0, tiers.host_bytes - _rounding(plan, Decision.HOST))
+                    had = (
+                        f"with {format_bytes(tiers.host_bytes)}" if tiers.host_bytes else "without"
+                    )
+                    self._plan_with_less(f"{refusal} The plan is made {had}.")
+                    return False
+        if self._disk is not None:
+            self._disk.reserve(plan.disk_bytes + _rounding(plan, Decision.DISK))
+        if self._device.type == "cuda" and plan.disk_bytes:
+            return self._take_bounce(plan, tiers)
+        return True
+
+    def _take_bounce(self, plan: Plan, tiers: Tiers) -> bool:
+        """Take the memory that copies to disk pass through; False where there is none."""
+        disk_bytes = plan.disk_bytes + _rounding(plan, Decision.DISK)
+        out_bytes, in_bytes = plan.max_out_bytes_in_flight, plan.max_in_bytes_in_flight
+        # The largest activation must pass, and is no larger than either.
+        least_bytes = min(max(out_bytes, in_bytes), disk_bytes)
+        refusal = tiers.reserve_bounce(
+            min(out_bytes + in_bytes, 2 * disk_bytes), least_bytes=least_bytes
+        )
+        if refusal is not None:
+            self._has_bounce = False
+            self._plan_with_less(f"{refusal} Copies to disk need it: the plan is made without.")
+        return refusal is None
+
+    def _plan_with_less(self, refusal: str) -> None:
+        log.warning("%s", refusal)
+        if self._budgets is not None:
+            room = _ENDLESS_BYTES if self._host_room is None else self._host_room
+            self._budgets.plan_with_less(refusal, host_bytes=room, has_disk=self._has_bounce)
+
+    def _tiers_now(self) -> Tiers:
         if self._tiers is None:
-            self._tiers = Tiers(host=None, disk=self._disk, make_host=pin_host_region)
+            self._tiers = Tiers(host=None, disk=self._disk, make_host=self._pin)
             self._tiers.host_cap_bytes = self._host_cap
             if self._budgets is not None:
                 self._tiers.host_cap_bytes = self._budgets.machine.host_bytes_per_rank
-        tiers = self._tiers
-        taken = 0 if tiers.host is None else tiers.host.buffer.numel()
-        if plan.host_bytes and host_bytes > taken:
-            tiers.reserve_host(host_bytes)
-        if self._disk is not None:
-            self._disk.reserve(disk_bytes)
+        return self._tiers
+
+    def _pin(self, num_bytes: int) -> HostRegion:
+        return pinned_memory_of(self._device).pin(num_bytes)
+
+    def _traffic(self, plan: Plan, anchors: Anchors) -> Traffic | None:
+        """Return what carries out a plan whose memory is taken; None where it moves nothing."""
+        if not plan.host_bytes and not plan.disk_bytes:
+            return None
+        tiers = self._tiers_now()
         device = CpuDevice(self._disk)
         if self._device.type == "cuda":
-            in_flight = plan.max_out_bytes_in_flight + plan.max_in_bytes_in_flight
-            bounce_bytes = min(in_flight, 2 * disk_bytes)
-            device = CudaDevice(
-                self._device, tiers, bounce_bytes=bounce_bytes if plan.disk_bytes else 0
-            )
+            device = CudaDevice(self._device, tiers)
         return Traffic(
             device,
             tiers,
@@ -174,3 +243,8 @@ class PlanMaker:
             max_in_bytes_in_flight=plan.max_in_bytes_in_flight,
             anchors=anchors,
         )
+
+
+def _rounding(plan: Plan, tier: Decision) -> int:
+    """Return the most that regions in a tier take beside their bytes: they start at whole units."""
+    return ALIGNMENT_BYTES * sum(1 for d in plan.decisions.values() if d is tier)

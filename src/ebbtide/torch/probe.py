@@ -6,6 +6,7 @@ that starts late or ends early copies alone for that part, and its figure is the
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -24,8 +25,12 @@ from torch import Tensor
 from ebbtide.errors import MemoryTierError
 from ebbtide.machine import Machine
 from ebbtide.memory.disk import NUM_THREADS, REQUEST_BYTES, SystemFileCalls
-from ebbtide.torch.devices.cuda import pin_host_region
+from ebbtide.memory.limits import find_tightest_limit
+from ebbtide.torch.devices.pinned import pinned_memory_of
+from ebbtide.torch.tiers import take_what_there_is
 from ebbtide.units import DiskSpec, format_bytes
+
+log = logging.getLogger("ebbtide")
 
 LINK_BYTES = 256 * 2**20
 """Copied in one timing: 5 ms at 55 GB/s, where launching a copy takes some microseconds."""
@@ -39,6 +44,9 @@ half of that is assumed for each way."""
 
 # The first one pays for what the driver sets up, and is not counted.
 _NUM_COPIES = 3
+
+_NUM_MEASURED = 3
+"""Out, in, and both ways at once."""
 
 _LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
 
@@ -58,11 +66,11 @@ def probe_machine(
         num_bytes: Pinned and device memory that is taken for the measurement and given back.
 
     Returns:
-        Its `host_bytes` is what the whole node has free now; `device_bytes` is all that the
-        device has, on the CPU what is free now.
+        Its `host_bytes` is what may be pinned on the whole node now, 0 where the driver pins
+        nothing, with a warning; `device_bytes` is all that the device has, on the CPU what is free.
 
     Raises:
-        MemoryTierError: The driver refuses to pin, or the disk folder cannot be written.
+        MemoryTierError: The disk folder cannot be written.
         ValueError: The device is neither CUDA nor the CPU, or `num_bytes` is below 2.
     """
     if device.type not in ("cuda", "cpu"):
@@ -91,13 +99,15 @@ def _probe(
     disk_rates = _measure_disk(disk) if disk is not None and has_disk else _DiskRates()
     is_cuda = device.type == "cuda"
     link = _measure_link(device, num_bytes) if is_cuda else _LinkRates()
+    limit = find_tightest_limit()
+    room_bytes = free_bytes if limit is None else limit.room_bytes
     copying = f"{num_local_ranks} local ranks copying at once" if is_distributed else "one process"
     measured = [f"best of {_NUM_COPIES} x {format_bytes(num_bytes)} pinned"] if is_cuda else []
     measured += [f"{format_bytes(_disk_bytes(disk))} on disk"] if disk and has_disk else []
     return Machine(
         name=torch.cuda.get_device_name(device) if is_cuda else "cpu",
         device_bytes=torch.cuda.mem_get_info(device)[1] if is_cuda else free_bytes,
-        host_bytes=free_bytes if is_cuda else 0,
+        host_bytes=room_bytes if link.out_bytes_per_s else 0,
         out_bytes_per_s=link.out_bytes_per_s,
         in_bytes_per_s=link.in_bytes_per_s,
         both_bytes_per_s=link.both_bytes_per_s,
@@ -141,13 +151,20 @@ class _DiskRates:
 
 
 def _measure_link(device: torch.device, num_bytes: int) -> _LinkRates:
-    region = pin_host_region(num_bytes)
+    """Measure with less where the system does not pin so much; all rates are 0 without any."""
+    taken = take_what_there_is(pinned_memory_of(device).pin, num_bytes)
+    if taken.region is None:
+        log.warning("%s Plans for a budget move nothing to host memory.", taken.refusal)
+        for _ in range(_NUM_MEASURED * (1 + _NUM_COPIES)):
+            _wait_for_other_ranks()  # they measure without this one
+        return _LinkRates()
     try:
         with torch.cuda.device(device):
+            num_bytes = taken.region.buffer.numel()
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            return _measure_copies(memory, region.buffer)
+            return _measure_copies(memory, taken.region.buffer)
     finally:
-        region.close()
+        taken.region.close()
 
 
 def _measure_copies(memory: Tensor, host: Tensor) -> _LinkRates:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from ebbtide.errors import MemoryTierError
-from ebbtide.memory.arena import Arena, Region
+from ebbtide.errors import MemoryTierError, PinnedMemoryError
+from ebbtide.memory.arena import ALIGNMENT_BYTES, Arena, Region
 from ebbtide.memory.disk import DiskStore
+from ebbtide.memory.pages import PageWishes
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Event, Place
 from ebbtide.units import format_bytes
@@ -21,13 +23,17 @@ log = logging.getLogger("ebbtide")
 class HostRegion:
     """One exact-size region of host memory, with the arena that divides it (design rule 7)."""
 
-    def __init__(self, buffer: Tensor, unpin: Callable[[], None]) -> None:
+    def __init__(
+        self, buffer: Tensor, unpin: Callable[[], None], wishes: PageWishes | None = None
+    ) -> None:
         """Take over `buffer`, a row of bytes.
 
         `unpin` is called once: by `close`, or when the region dies without, since pages must not
-        go back to the system while the driver may still copy to them.
+        go back to the system while the driver may still copy to them. `wishes` says what pages
+        the system gave, where that is known.
         """
         self.buffer = buffer
+        self.wishes = wishes
         self.arena = Arena(buffer.numel())
         self._unpin = weakref.finalize(self, unpin)
         self._unpin.atexit = False  # at the end of the process the driver does it
@@ -35,6 +41,57 @@ class HostRegion:
     def close(self) -> None:
         """Give the memory back to the system."""
         self._unpin()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What the system gave of a region that was asked for."""
+
+    region: HostRegion | None
+    """As large as was asked for, or smaller; None where the system gave nothing."""
+    refusal: MemoryTierError | None = None
+    """Why it is not as large as was asked for."""
+
+
+def take_what_there_is(
+    make_host: Callable[[int], HostRegion], num_bytes: int, *, least_bytes: int = 0
+) -> Taken:
+    """Take a region, or the largest that the system gives where it refuses.
+
+    Where a limit tells what is left, that much is tried; then, as a driver tells nothing, three
+    quarters, a half, three eighths and so on, since each try may take as long as pinning does.
+
+    Args:
+        make_host: Takes a region; raises MemoryTierError.
+        num_bytes: What is asked for, 1 or more.
+        least_bytes: Less is of no use; by default a 64th of what is asked for.
+    """
+    try:
+        return Taken(region=make_host(num_bytes))
+    except MemoryTierError as error:
+        refusal = error
+    least_bytes = max(least_bytes, num_bytes >> _MAX_HALVINGS, ALIGNMENT_BYTES)
+    room = refusal.room_bytes if isinstance(refusal, PinnedMemoryError) else None
+    for size in _sizes_below(num_bytes, room):
+        if size < least_bytes:
+            break
+        try:
+            return Taken(region=make_host(size), refusal=refusal)
+        except MemoryTierError as error:
+            log.debug("%s", error)
+    return Taken(region=None, refusal=refusal)
+
+
+_MAX_HALVINGS = 6
+
+
+def _sizes_below(num_bytes: int, room_bytes: int | None) -> Iterator[int]:
+    if room_bytes is not None and room_bytes < num_bytes:
+        num_bytes = room_bytes
+        yield num_bytes - num_bytes % ALIGNMENT_BYTES
+    for halvings in range(1, _MAX_HALVINGS + 1):
+        for size in (num_bytes * 3 >> halvings + 1, num_bytes >> halvings):
+            yield size - size % ALIGNMENT_BYTES
 
 
 class Tiers:
@@ -71,19 +128,47 @@ class Tiers:
             return None
         return Place(tier=tier, region=region)
 
-    def reserve_host(self, num_bytes: int) -> None:
+    def reserve_host(self, num_bytes: int) -> MemoryTierError | None:
         """Take one region of `num_bytes` from the system, or the cap if that is less.
 
-        Only while nothing is held: the old region is given back first.
+        Only while nothing is held: the old region is given back first. Where the system refuses,
+        what it gives is taken, and is the cap from then on.
+
+        Returns:
+            The refusal, if there was one.
         """
         assert self._make_host is not None, "bug in ebbtide: no host memory on this device"
         if self.host_cap_bytes is not None:
             num_bytes = min(num_bytes, self.host_cap_bytes)
-        old, self.host = self.host, None
-        if old is not None:
-            old.close()
+        self._close_host()
+        if num_bytes == 0:
+            return None
+        taken = take_what_there_is(self._make_host, num_bytes)
+        self.host = taken.region
+        if taken.refusal is not None:
+            self.host_cap_bytes = self.host_bytes
+        return taken.refusal
+
+    def reserve_bounce(self, num_bytes: int, *, least_bytes: int) -> MemoryTierError | None:
+        """Take new bounce memory, or as much as there is; the refusal if that is too little.
+
+        The old one belongs to the devices that were made with it.
+        """
+        assert self._make_host is not None, "bug in ebbtide: no host memory on this device"
+        taken = take_what_there_is(self._make_host, num_bytes, least_bytes=least_bytes)
+        self.bounce = taken.region
+        return None if taken.region is not None else taken.refusal
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host region."""
+        return 0 if self.host is None else self.host.buffer.numel()
+
+    def _close_host(self) -> None:
+        if self.host is not None:
+            self.host.close()
+        self.host = None
         self._last_copies[Decision.HOST] = []
-        self.host = self._make_host(num_bytes) if num_bytes else None
 
     def grow_to_demand(self) -> None:
         """Make room for what was refused since the last call; only while nothing is held.
@@ -94,14 +179,9 @@ class Tiers:
         """
         refused, self._refused_bytes[Decision.HOST] = self._refused_bytes[Decision.HOST], 0
         if refused and self.host is not None:
-            capacity = self.host.buffer.numel()
+            capacity = self.host_bytes
             if self.host_cap_bytes is None or capacity < self.host_cap_bytes:
-                try:
-                    self.reserve_host(capacity + refused)
-                except MemoryTierError as error:
-                    log.warning("the host tier stays at %s: %s", format_bytes(capacity), error)
-                    self.host_cap_bytes = capacity
-                    self.reserve_host(capacity)
+                self._grow_host(capacity, capacity + refused)
         refused, self._refused_bytes[Decision.DISK] = self._refused_bytes[Decision.DISK], 0
         if refused and self.disk is not None:
             statistics = self.disk.statistics()
@@ -111,6 +191,19 @@ class Tiers:
             except MemoryTierError as error:
                 reserved = format_bytes(statistics.reserved_bytes)
                 log.warning("the disk tier stays at %s: %s", reserved, error)
+
+    def _grow_host(self, capacity: int, wanted: int) -> None:
+        """Exchange the region for a larger one, or for one of its own size if that is refused."""
+        assert self._make_host is not None, "bug in ebbtide"
+        if self.host_cap_bytes is not None:
+            wanted = min(wanted, self.host_cap_bytes)
+        self._close_host()
+        try:
+            self.host = self._make_host(wanted)
+        except MemoryTierError as error:
+            self.host_cap_bytes = capacity
+            self.reserve_host(capacity)
+            log.warning("the host tier stays at %s: %s", format_bytes(self.host_bytes), error)
 
     def give_back(self, place: Place, last_copy: Event) -> None:
         """Free `place`; whoever takes it next waits for `last_copy` (design rule 1).

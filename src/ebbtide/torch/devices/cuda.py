@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,49 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebbtide.errors import MemoryTierError
 from ebbtide.memory.arena import Region
 from ebbtide.memory.disk import NUM_THREADS, DiskStore
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import AbstractDevice, AbstractMeter, Event, Mark, Place, Stream
 from ebbtide.torch.internals import sleep_on_device
 from ebbtide.torch.tiers import HostRegion, Tiers
-from ebbtide.units import format_bytes
-
-
-def pin_host_region(num_bytes: int) -> HostRegion:
-    """Return `num_bytes` of pinned host memory in one region of exactly that size.
-
-    torch's own pinned allocator rounds to powers of two; here the pages come from `mmap` and
-    are registered with the driver.
-
-    Raises:
-        MemoryTierError: The system or the driver refuses.
-    """
-    try:
-        pages = mmap.mmap(-1, num_bytes)
-    except (OSError, ValueError) as error:
-        raise _refused(num_bytes, str(error)) from error
-    buffer = torch.frombuffer(pages, dtype=torch.uint8)
-    runtime: Any = torch.cuda.cudart()
-    status = int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0))
-    if status != 0:
-        raise _refused(num_bytes, f"cudaHostRegister failed with error {status}")
-    assert buffer.is_pinned(), "bug in ebbtide: a registered region is not pinned"
-
-    def unpin() -> None:
-        torch.cuda.synchronize()
-        runtime.cudaHostUnregister(buffer.data_ptr())
-
-    return HostRegion(buffer, unpin)
-
-
-def _refused(num_bytes: int, reason: str) -> MemoryTierError:
-    return MemoryTierError(
-        f"{format_bytes(num_bytes)} of pinned host memory was refused: {reason}. It is host "
-        "memory, not the GPU's, that ran out or is limited: look at `ulimit -l` and at the "
-        "container's memory limit, cap it with host='16GiB', or choose a plan that moves less."
-    )
 
 
 class CudaDevice(AbstractDevice):
@@ -61,19 +23,17 @@ class CudaDevice(AbstractDevice):
 
     Args:
         device: The GPU.
-        tiers: Its host region and disk store.
-        bounce_bytes: Pinned memory that copies to and from disk pass through; 0 without a disk.
+        tiers: Its host region and disk store; with a disk that is used, the bounce memory too.
     """
 
-    def __init__(self, device: torch.device, tiers: Tiers, *, bounce_bytes: int = 0) -> None:
+    def __init__(self, device: torch.device, tiers: Tiers) -> None:
         self._device = device
         self._tiers = tiers
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
         self._disk: _DiskLane | None = None
-        if bounce_bytes:
+        if tiers.bounce is not None:
             assert tiers.disk is not None, "bug in ebbtide: bounce memory without a disk"
-            tiers.bounce = pin_host_region(bounce_bytes)
             self._disk = _DiskLane(tiers.disk, tiers.bounce)
 
     def current_stream(self) -> Stream:
