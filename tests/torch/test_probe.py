@@ -1,6 +1,9 @@
 """What a probe of the CPU answers; tests/gpu/test_probe.py has the GPU's part."""
 
+import logging
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -8,8 +11,12 @@ import torch
 
 from ebbtide.errors import MemoryTierError
 from ebbtide.machine import Machine
+from ebbtide.torch.devices.pinned import PinnedMemory
 from ebbtide.torch.probe import probe_machine
 from ebbtide.units import DiskSpec
+from tests.torch.fakes import FakeDriver
+
+_probe: Any = import_module("ebbtide.torch.probe")
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -69,3 +76,34 @@ def test_other_devices_are_refused() -> None:
 def test_a_link_has_two_directions() -> None:
     with pytest.raises(ValueError, match="num_bytes is 1; it must be 2 or more"):
         probe_machine(CPU, num_bytes=1)
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_a_gpu_whose_driver_pins_nothing_has_no_host_tier(
+    is_distributed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And keeps no other rank waiting: those meet before each of their twelve copies."""
+    driver, meetings = FakeDriver(0), []
+
+    def memory_of(_: torch.device) -> PinnedMemory:
+        return PinnedMemory(driver, root=tmp_path)
+
+    monkeypatch.setattr(_probe, "pinned_memory_of", memory_of)
+    monkeypatch.setattr(_probe, "_is_distributed", lambda: is_distributed)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: meetings.append("met"))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (MIB, 2 * MIB))
+    # A size of its own: a machine is measured once in a process.
+    with caplog.at_level(logging.WARNING, logger="ebbtide"):
+        machine = probe_machine(torch.device("cuda", 0), num_bytes=MIB + 1)
+    assert (machine.host_bytes, machine.out_bytes_per_s, machine.in_bytes_per_s) == (0, 0, 0)
+    assert machine.device_bytes == 2 * MIB
+    assert driver.asked[0] == MIB + 1 and driver.registered == {}
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1.0 MiB of pinned host memory was refused: ")
+    assert record.getMessage().endswith("Plans for a budget move nothing to host memory.")
+    assert len(meetings) == (12 if is_distributed else 0)

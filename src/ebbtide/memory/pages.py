@@ -22,8 +22,8 @@ class PageWishes:
     """Which wishes the system granted; what it then does is in `read_mapping`."""
 
     takes_huge_pages: bool
-    """Huge pages may be used: they register about three times as fast (3 GiB in 0.5 to 0.7 s
-    against 1.4 to 1.7, one H200)."""
+    """Huge pages may be used: 3 GiB registered in 0.5 to 0.7 s, in shared pages without them in
+    1.4 to 1.7 (the host of one H200)."""
     is_hidden_from_forks: bool
     """A forked process does not see the pages."""
     numa_node: int | None

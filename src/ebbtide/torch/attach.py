@@ -79,7 +79,8 @@ def attach(
             to the allocator. The fastest plan that keeps to it is used.
         host: Most pinned host memory to take, such as `"64GiB"`; what does not fit is
             recomputed or stays. With a budget, of all ranks of the node together. Default: what
-            the plan needs, with a budget at most 7/8 of what is free.
+            the plan needs, with a budget at most 7/8 of what is free. Where the system gives
+            less, a warning says why, and the plan is made for that.
         disk: `"FOLDER:SIZE"`: evict to a file of at most that size in that folder. With
             `host` as well, what does not fit there goes to disk, the earliest blocks first.
         blocks: Module paths of the blocks, or patterns such as `"encoder.layer.*"`. Default:
