@@ -44,13 +44,13 @@ class FakeDriver(AbstractDriver):
         """Bytes by address, of what is registered now."""
         self.asked: list[int] = []
         """Bytes of every region that was asked for."""
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._status = status
 
     def register(self, address: int, num_bytes: int) -> int:
         """Refuse what is too much."""
         self.asked.append(num_bytes)
-        if sum(self.registered.values()) + num_bytes > self._max_bytes:
+        if sum(self.registered.values()) + num_bytes > self.max_bytes:
             return self._status
         self.registered[address] = num_bytes
         return 0

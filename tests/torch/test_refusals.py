@@ -7,7 +7,7 @@ pins them and the device that copies are fake.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -24,11 +24,15 @@ from ebbtide.memory.limits import ProcessLimits
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.solve import plan_for_budget
 from ebbtide.torch import Tide, attach
+from ebbtide.torch.budgets import BudgetPlanner
 from ebbtide.torch.devices.base import AbstractDevice
 from ebbtide.torch.devices.cpu import CpuDevice
 from ebbtide.torch.devices.fake import FakeDevice, FakeMeter
 from ebbtide.torch.devices.pinned import PinnedMemory
+from ebbtide.torch.pace import NUM_SKIPPED
+from ebbtide.torch.pace import NUM_STEPS as NUM_TIMED
 from ebbtide.torch.tiers import Tiers
+from ebbtide.workload import Workload
 from tests.torch.fakes import MIN_BYTES, FakeDriver
 from tests.torch.models import Gated, Stack
 from tests.torch.training import Trace, differences, feature_step, run_step, seeded, sgd, train
@@ -388,6 +392,47 @@ def test_a_budget_is_planned_again_with_the_host_memory_that_there_is(
     assert less.plan.peak_bytes <= budget == less.plan.budget_bytes
     assert less.plan.host_bytes <= less.host_taken_bytes <= needed_bytes // 2
     assert less.num_without_room == 0
+
+
+def test_a_better_plan_whose_memory_is_refused_is_not_taken(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The plan that runs goes on, in the memory that it had."""
+    correct = BudgetPlanner.correct
+
+    def evict_more(
+        planner: BudgetPlanner, workload: Workload, plan: Plan, measured_ns: int
+    ) -> tuple[Workload, Plan]:
+        paced, _ = correct(planner, workload, plan, measured_ns)
+        decisions = dict(plan.decisions)
+        sizes = {a.name: a.num_bytes for block in paced.blocks for a in block.activations}
+        more = next(n for n, d in decisions.items() if d is not Decision.HOST)
+        decisions[more] = Decision.HOST
+        host_bytes = plan.host_bytes + sizes[more]
+        return paced, replace(plan, decisions=decisions, host_bytes=host_bytes)
+
+    monkeypatch.setattr(BudgetPlanner, "correct", evict_more)
+    _, without_host = budget_between(host)
+    model, trace = seeded(build), Trace()
+    optimizer = sgd(model)
+    num_steps = 3 + NUM_SKIPPED + NUM_TIMED + 2
+    before: Mapping[str, Decision] = {}
+    with attach(model, budget=without_host + 4096, min_bytes=MIN_BYTES) as tide:
+        for index in range(num_steps):
+            run_step(model, feature_step, index, trace, optimizer)
+            if index == 2:
+                assert tide.plan is not None and len(host.driver.asked) == 1
+                before = tide.plan.decisions
+                # From now on the driver pins what is pinned, and no more.
+                host.driver.max_bytes = sum(host.driver.registered.values())
+        assert tide.plan is not None
+        assert tide.plan.decisions == before
+        assert host.driver.asked[0] < host.driver.asked[1]
+        assert tide.host_taken_bytes == host.driver.asked[0]
+    assert only_warning(caplog)
+    wanted = train(seeded(build), feature_step, num_steps=num_steps)
+    assert differences(trace, wanted) == []
+    assert all(device.violations == [] for device in host.devices)
 
 
 def test_a_budget_that_needs_the_host_memory_says_what_was_refused(

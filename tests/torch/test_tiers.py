@@ -275,6 +275,15 @@ def test_where_it_does_not_the_size_goes_down_by_quarters_and_thirds() -> None:
     ]
 
 
+def test_a_region_that_was_there_is_not_lost_to_a_larger_one_that_is_refused() -> None:
+    system = System(max_units=10)
+    tiers = Tiers(host=None, disk=None, make_host=system.make)
+    assert tiers.reserve_host(10 * UNIT) is None
+    assert tiers.reserve_host(12 * UNIT) is not None
+    assert system.calls == ["pin 10", "unpin 10", "refuse 12", "pin 10"]
+    assert (tiers.host_bytes, tiers.host_cap_bytes) == (10 * UNIT, 10 * UNIT)
+
+
 def test_what_was_left_may_be_gone_by_now() -> None:
     system = System(max_units=12, room_bytes=16 * UNIT)
     taken = take_what_there_is(system.make, 64 * UNIT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -54,7 +54,11 @@ class Taken:
 
 
 def take_what_there_is(
-    make_host: Callable[[int], HostRegion], num_bytes: int, *, least_bytes: int = 0
+    make_host: Callable[[int], HostRegion],
+    num_bytes: int,
+    *,
+    least_bytes: int = 0,
+    had_bytes: int = 0,
 ) -> Taken:
     """Take a region, or the largest that the system gives where it refuses.
 
@@ -65,6 +69,7 @@ def take_what_there_is(
         make_host: Takes a region; raises MemoryTierError.
         num_bytes: What is asked for, 1 or more.
         least_bytes: Less is of no use; by default a 64th of what is asked for.
+        had_bytes: A size that the system gave before, and may give again.
     """
     try:
         return Taken(region=make_host(num_bytes))
@@ -72,7 +77,7 @@ def take_what_there_is(
         refusal = error
     least_bytes = max(least_bytes, num_bytes >> _MAX_HALVINGS, ALIGNMENT_BYTES)
     room = refusal.room_bytes if isinstance(refusal, PinnedMemoryError) else None
-    for size in _sizes_below(num_bytes, room):
+    for size in _sizes_below(num_bytes, room, had_bytes):
         if size < least_bytes:
             break
         try:
@@ -85,13 +90,15 @@ def take_what_there_is(
 _MAX_HALVINGS = 6
 
 
-def _sizes_below(num_bytes: int, room_bytes: int | None) -> Iterator[int]:
-    if room_bytes is not None and room_bytes < num_bytes:
-        num_bytes = room_bytes
-        yield num_bytes - num_bytes % ALIGNMENT_BYTES
+def _sizes_below(num_bytes: int, room_bytes: int | None, had_bytes: int) -> list[int]:
+    """Return whole units to try after `num_bytes`, the largest first."""
+    most_bytes = num_bytes - 1 if room_bytes is None else min(num_bytes - 1, room_bytes)
+    sizes = [had_bytes, *([] if room_bytes is None else [most_bytes])]
+    top_bytes = num_bytes if room_bytes is None else most_bytes
     for halvings in range(1, _MAX_HALVINGS + 1):
-        for size in (num_bytes * 3 >> halvings + 1, num_bytes >> halvings):
-            yield size - size % ALIGNMENT_BYTES
+        sizes += [top_bytes * 3 >> halvings + 1, top_bytes >> halvings]
+    whole = {size - size % ALIGNMENT_BYTES for size in sizes if size <= most_bytes}
+    return sorted(whole, reverse=True)
 
 
 class Tiers:
@@ -140,10 +147,11 @@ class Tiers:
         assert self._make_host is not None, "bug in ebbtide: no host memory on this device"
         if self.host_cap_bytes is not None:
             num_bytes = min(num_bytes, self.host_cap_bytes)
+        had_bytes = self.host_bytes
         self._close_host()
         if num_bytes == 0:
             return None
-        taken = take_what_there_is(self._make_host, num_bytes)
+        taken = take_what_there_is(self._make_host, num_bytes, had_bytes=had_bytes)
         self.host = taken.region
         if taken.refusal is not None:
             self.host_cap_bytes = self.host_bytes
