@@ -6,6 +6,7 @@ from ebbtide.compare.names import (
     is_ours,
     order_runs,
     parse_strategies,
+    runs_compiled,
 )
 
 
@@ -41,6 +42,31 @@ def test_a_malformed_block_count_says_the_rule(name: str) -> None:
         parse_strategies(name)
 
 
+def test_families_of_peers_take_a_share_or_a_mode() -> None:
+    listed = "compile-keep,compile-budget:0.50,compile-budget:0,torch-sac:op,torch-sac:02"
+    assert parse_strategies(listed) == (
+        *("compile-keep", "compile-budget:0.5", "compile-budget:0", "torch-sac:op", "torch-sac:2"),
+    )
+
+
+@pytest.mark.parametrize("name", ["compile-budget:1.5", "compile-budget:x", "compile-budget:nan"])
+def test_a_share_is_from_0_to_1(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--strategies {name}: .* is no share of memory from 0"):
+        parse_strategies(name)
+
+
+@pytest.mark.parametrize("name", ["torch-sac:0", "torch-sac:", "torch-sac:all"])
+def test_a_mode_is_op_or_a_number(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--strategies {name}: .* is neither op nor a whole"):
+        parse_strategies(name)
+
+
+def test_rows_that_run_compiled_are_known_by_name_or_by_flag() -> None:
+    names = ("keep", "compile-keep", "compile-budget:0", "torch-sac:op")
+    assert [runs_compiled(name, is_compiled=False) for name in names] == [False, True, True, False]
+    assert all(runs_compiled(name, is_compiled=True) for name in names)
+
+
 def test_an_empty_list_is_refused() -> None:
     with pytest.raises(ValueError, match="names no strategy"):
         parse_strategies(" , ")
@@ -70,3 +96,4 @@ def test_what_can_be_the_reference_runs_first() -> None:
     names = ("trl", "checkpoint", "ebbtide:balanced", "keep")
     assert order_runs(names) == ("keep", "checkpoint", "trl", "ebbtide:balanced")
     assert order_runs(("trl", "save-on-cpu")) == ("trl", "save-on-cpu")
+    assert order_runs(("compile-budget:0", "compile-keep")) == ("compile-keep", "compile-budget:0")

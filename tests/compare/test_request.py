@@ -64,6 +64,12 @@ def test_the_command_has_the_budget() -> None:
     assert "--strategies keep,ebbtide --budget 40GiB" in command
 
 
+def test_the_command_has_how_blocks_and_loss_are_run() -> None:
+    request = replace(GOOD, is_compiled=True, has_chunked_loss=True)
+    command = write_command(request, context=512, steps=1, device="cpu")
+    assert command.endswith(" --compile --chunked-loss --device cpu --seed 0")
+
+
 def test_the_command_spells_out_every_default() -> None:
     request = replace(GOOD, text=Path("my text.txt"), disk="/tmp:1GiB")
     command = write_command(request, context=512, steps=1, device="cpu")

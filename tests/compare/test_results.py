@@ -35,7 +35,11 @@ FACTS = Facts(
     held_out_tokens=64,
     state_bytes=GIB // 2,
     logits_bytes=GIB // 4,
+    loss="the model's own",
+    is_loss_chunked=False,
+    is_compiled=False,
     gradient_reference="keep",
+    compiled_gradient_reference=None,
     disturbance="",
     disk="",
 )
@@ -67,7 +71,7 @@ COMPARISON = Comparison(facts=FACTS, rows=(KEEP, BALANCED, TRL))
 ROW_KEYS = [
     *("strategy", "status", "step_ms", "forward_ms", "peak_gib", "reserved_gib"),
     *("moved_out_gib", "moved_in_gib", "host_gib", "disk_gib", "loss", "perplexity_before"),
-    *("perplexity_after", "grad_equal", "grad_largest_difference", "note"),
+    *("perplexity_after", "grad_equal", "grad_largest_difference", "bound_ms", "note"),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from ebbtide.compare import strategies
+from ebbtide.compare import strategy
 from ebbtide.compare.names import DEFAULT_STRATEGIES
 from ebbtide.compare.results import Status
 from ebbtide.compare.strategies import make_strategy
@@ -46,7 +46,7 @@ def test_every_default_name_makes_a_strategy() -> None:
 
 
 def test_a_gpu_can_run_every_strategy_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "find_spec", lambda name: object())
+    monkeypatch.setattr(strategy, "find_spec", lambda name: object())
     for name in DEFAULT_STRATEGIES:
         assert make_strategy(name, host=None, disk=None).find_refusal(CUDA) is None
 
@@ -60,7 +60,7 @@ def test_moving_to_host_memory_does_not_apply_to_a_cpu(name: str) -> None:
 
 
 def test_a_missing_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strategies, "find_spec", lambda name: None)
+    monkeypatch.setattr(strategy, "find_spec", lambda name: None)
     refusal = make_strategy("trl", host=None, disk=None).find_refusal(CUDA)
     assert refusal is not None
     assert (refusal.status, refusal.reason) == (

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ebbtide.compare.results import Comparison, Row, Status
 from ebbtide.compare.table import list_columns, list_meanings, print_table, write_files, write_page
-from tests.compare.test_results import COMPARISON, FACTS, KEEP, TRL
+from tests.compare.test_results import BALANCED, COMPARISON, FACTS, KEEP, TRL
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -45,6 +45,31 @@ def test_a_run_without_a_reference_says_that_nothing_was_compared() -> None:
     assert "gradients: not compared, since no run of keep or checkpoint finished." in (
         list_meanings(without)
     )
+
+
+def test_rows_on_compiled_blocks_have_their_own_reference() -> None:
+    facts = replace(FACTS, compiled_gradient_reference="compile-keep")
+    rows = (KEEP, replace(KEEP, strategy="compile-keep"))
+    comparison = Comparison(facts=facts, rows=rows)
+    assert cells(comparison, "gradients") == ("reference", "reference")
+    told = "rows on compiled blocks: compared with those of compile-keep, since compiling changes"
+    assert any(line.startswith(told) for line in list_meanings(comparison))
+
+
+def test_the_bound_of_a_plan_is_a_column() -> None:
+    planned = replace(BALANCED, strategy="ebbtide", bound_ns=1_500_000)
+    comparison = Comparison(facts=FACTS, rows=(KEEP, planned))
+    assert cells(comparison, "bound ms") == ("-", "1.5")
+    assert any(line.startswith("bound: no plan within") for line in list_meanings(comparison))
+    assert "bound ms" not in [column.title for column in list_columns(COMPARISON)]
+
+
+def test_a_chunked_loss_is_told_from_the_model_s_own() -> None:
+    assert "the loss holds several" in list_meanings(COMPARISON)[1]
+    assert "--chunked-loss computes it in chunks" in list_meanings(COMPARISON)[1]
+    chunked = Comparison(facts=replace(FACTS, is_loss_chunked=True), rows=(KEEP,))
+    assert "which the chunked loss never holds at once." in list_meanings(chunked)[1]
+    assert "| loss | the model's own |" in write_page(COMPARISON)
 
 
 def test_times_that_cannot_be_relied_on_are_marked() -> None:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+from ebbtide.compare.loss import LossKind
 from ebbtide.compare.task import Optimizer, Task, describe_optimizer, read_task, write_task
 from ebbtide.compare.workloads import ModelSource, Weights
 
@@ -22,6 +23,8 @@ def make_task(**changes: object) -> Task:
         "host": None,
         "disk": "/scratch:1GiB",
         "budget": None,
+        "loss": LossKind.PLAIN,
+        "is_compiled": False,
         "tokens": "tokens.safetensors",
         "gradients": None,
         "is_reference": False,

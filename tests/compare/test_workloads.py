@@ -69,7 +69,9 @@ def test_llama_8b_shape_has_the_parameters_of_its_dimensions() -> None:
 
 def test_layers_are_only_for_the_shape_that_has_them(tiny_model: Path) -> None:
     for name in ("smollm2", str(tiny_model)):
-        with pytest.raises(ValueError, match=r"--layers 4 .* only llama-8b-shape"):
+        with pytest.raises(
+            ValueError, match=r"--layers 4 .* only llama-8b-shape, qwen3-14b-shape, moe-shape have"
+        ):
             find_model(name, 4)
 
 

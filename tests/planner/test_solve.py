@@ -234,7 +234,9 @@ def test_where_the_logits_hold_the_peak_a_chunked_loss_is_named() -> None:
     workload = replace(WORKLOAD, outside=replace(outside, turn_bytes=100 * 2**30))
     advice = (
         " The logits hold the peak, and moving activations cannot help that: compute the loss in "
-        "chunks (a fused or chunked cross-entropy)."
+        "chunks, with Liger's fused linear cross-entropy (liger_kernel) or, from torch 2.13 on, "
+        "torch.nn.functional.linear_cross_entropy with LinearCrossEntropyOptions; `ebbtide compare "
+        "--chunked-loss` measures what that gives."
     )
     least = floor_bytes(workload) - 100 * 2**30
     for budget_bytes in (least, floor_bytes(workload) - 1):

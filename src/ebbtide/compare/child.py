@@ -27,17 +27,22 @@ from ebbtide.compare.gradients import (
     compare_gradients,
     write_gradients,
 )
+from ebbtide.compare.loss import chunked_loss
 from ebbtide.compare.meter import (
     AbstractMemoryMeter,
     StepTimer,
     StepTimes,
     TransferCounter,
     Transfers,
+    is_counter_compiled_around,
     make_meter,
     read_pinned_peak,
 )
+from ebbtide.compare.names import runs_compiled
 from ebbtide.compare.results import Row, Status, write_row
-from ebbtide.compare.strategies import Applied, make_strategy
+from ebbtide.compare.routing import describe_routing
+from ebbtide.compare.strategies import make_strategy
+from ebbtide.compare.strategy import Applied
 from ebbtide.compare.task import (
     ADAMW_LEARNING_RATE,
     PROGRESS_PREFIX,
@@ -78,8 +83,8 @@ class StepRecord:
     loss: float
     agreement: Agreement | None
     """How the gradients compare with the reference's; `None` if they were not compared."""
-    transfers: Transfers
-    """What a peer moved; counted in the first step only."""
+    transfers: Transfers | None
+    """What a peer moved; `None` where it was not counted, which is in all steps but the first."""
 
 
 def run_task(task: Task, say_step: Callable[[int], None], *, is_strict: bool = True) -> Row:
@@ -94,8 +99,6 @@ def run_task(task: Task, say_step: Callable[[int], None], *, is_strict: bool = T
     """
     device = torch.device(task.device)
     make_deterministic(is_strict=is_strict)
-    tokens = load_file(task.tokens)
-    train_SBT = tokens["train"].view(-1, task.batch, task.context)
     model = load_model(
         task.source,
         context=task.context,
@@ -103,11 +106,28 @@ def run_task(task: Task, say_step: Callable[[int], None], *, is_strict: bool = T
         device=device,
         seed=task.seed,
     )
+    with chunked_loss(model, task.loss):
+        return _train(task, model, device, say_step)
+
+
+def _train(
+    task: Task, model: PreTrainedModel, device: torch.device, say_step: Callable[[int], None]
+) -> Row:
+    tokens = load_file(task.tokens)
+    train_SBT = tokens["train"].view(-1, task.batch, task.context)
+    # The experts' loads are the model's, so one row has them.
+    routing = describe_routing(model, train_SBT[0].to(device)) if task.is_reference else ""
     perplexity_before = measure_perplexity(model, tokens["held_out"], device)
     if device.type == "cuda":
         # What evaluation took and freed must not count as the steps' reserved memory.
         torch.cuda.empty_cache()
-    strategy = make_strategy(task.strategy, host=task.host, disk=task.disk, budget=task.budget)
+    strategy = make_strategy(
+        task.strategy,
+        host=task.host,
+        disk=task.disk,
+        budget=task.budget,
+        is_compiled=task.is_compiled,
+    )
     with strategy.apply(model, device) as applied:
         bench = Bench(
             task=task,
@@ -132,6 +152,7 @@ def run_task(task: Task, say_step: Callable[[int], None], *, is_strict: bool = T
         row,
         perplexity_before=perplexity_before,
         perplexity_after=measure_perplexity(model, tokens["held_out"], device),
+        note="; ".join(filter(None, (routing, row.note))),
     )
 
 
@@ -161,7 +182,7 @@ def take_step(bench: Bench, ids_BT: torch.Tensor, step: int) -> StepRecord:
     torch.manual_seed(bench.task.seed + step)
     timer = StepTimer(bench.device)
     counter = TransferCounter()
-    is_counting = step == 1 and bench.device.type == "cuda" and bench.applied.tide is None
+    is_counting = step == 1 and can_count_transfers(bench)
     with bench.meter.watch(), counter if is_counting else nullcontext():
         timer.begin()
         with bench.applied.forward():
@@ -179,8 +200,20 @@ def take_step(bench: Bench, ids_BT: torch.Tensor, step: int) -> StepRecord:
         times=times,
         loss=loss.item(),
         agreement=agreement,
-        transfers=counter.read(),
+        transfers=counter.read() if is_counting else None,
     )
+
+
+def can_count_transfers(bench: Bench) -> bool:
+    """Whether copies of this run can be counted without changing what it does.
+
+    On a CPU there are none, and ebbtide counts its own. On compiled blocks an older torch runs
+    eagerly whenever a dispatch mode is on, and other tensors would be copied.
+    """
+    if bench.device.type != "cuda" or bench.applied.tide is not None:
+        return False
+    is_compiled = runs_compiled(bench.task.strategy, is_compiled=bench.task.is_compiled)
+    return not is_compiled or is_counter_compiled_around()
 
 
 def summarise_steps(bench: Bench, records: list[StepRecord], plan: Plan | None = None) -> Row:
@@ -222,6 +255,7 @@ def summarise_steps(bench: Bench, records: list[StepRecord], plan: Plan | None =
         )
         if agreements
         else None,
+        bound_ns=plan.bound_step_ns if plan is not None and plan.budget_bytes else None,
         note="; ".join(notes),
     )
 
@@ -309,18 +343,20 @@ def main(task_path: Path) -> None:
 class _Traffic:
     """Bytes moved in one step, and the most that lay on each tier."""
 
-    moved_out_bytes: int
-    moved_in_bytes: int
+    moved_out_bytes: int | None
+    moved_in_bytes: int | None
     host_bytes: int | None
     disk_bytes: int
 
 
-def _read_traffic(bench: Bench, peer: Transfers, *, num_counted_steps: int) -> _Traffic:
+def _read_traffic(bench: Bench, peer: Transfers | None, *, num_counted_steps: int) -> _Traffic:
     tide = bench.applied.tide
     if tide is None:
+        if peer is None and bench.device.type != "cuda":
+            peer = Transfers(out_bytes=0, in_bytes=0)
         return _Traffic(
-            moved_out_bytes=peer.out_bytes,
-            moved_in_bytes=peer.in_bytes,
+            moved_out_bytes=peer.out_bytes if peer else None,
+            moved_in_bytes=peer.in_bytes if peer else None,
             host_bytes=read_pinned_peak() if bench.device.type == "cuda" else 0,
             disk_bytes=0,
         )

@@ -61,6 +61,18 @@ def compare(
             "GPU, a temporary folder on a CPU.",
         ),
     ] = None,
+    compile: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile each block, where the strategy supports that."),
+    ] = False,
+    chunked_loss: Annotated[
+        bool,
+        typer.Option(
+            "--chunked-loss",
+            help="Compute the loss in chunks: Liger's on a GPU where liger_kernel is installed, "
+            "else torch's own, from 2.13 on.",
+        ),
+    ] = False,
     text: TextOption = None,
     device: DeviceOption = None,
     out: Annotated[
@@ -94,6 +106,8 @@ def compare(
             device=device,
             seed=seed,
             budget=budget,
+            is_compiled=compile,
+            has_chunked_loss=chunked_loss,
         )
         check_request(request)
     except ValueError as error:

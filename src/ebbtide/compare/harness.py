@@ -15,11 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import final
 
 import ebbtide
-from ebbtide.compare.names import REFERENCE_STRATEGIES, order_runs
+from ebbtide.compare.names import REFERENCE_STRATEGIES, order_runs, runs_compiled
 from ebbtide.compare.prepare import Setup
-from ebbtide.compare.results import Comparison, Row, Status, read_row
+from ebbtide.compare.results import Comparison, Facts, Row, Status, read_row
 from ebbtide.compare.strategies import make_strategy
 from ebbtide.compare.task import PROGRESS_PREFIX, Task, write_task
 
@@ -46,32 +47,59 @@ class AbstractObserver(ABC):
 def run_comparison(setup: Setup, observer: AbstractObserver) -> Comparison:
     """Run every strategy of the setup and return the rows in the order they were asked for.
 
-    The gradients' reference runs first: `keep`, or `checkpoint` if `keep` did not finish.
+    The gradients' reference runs first: `keep`, or `checkpoint` if `keep` did not finish. Rows on
+    compiled blocks have one of their own: `compile-keep`, or with `--compile` the same two.
     """
     rows: dict[str, Row] = {}
-    reference: str | None = None
+    references = References()
     for strategy in order_runs(setup.request.strategies):
-        may_become_reference = reference is None and strategy in REFERENCE_STRATEGIES
-        row = _run_strategy(
-            setup,
-            strategy,
-            reference=strategy if may_become_reference else reference,
-            observer=observer,
-        )
-        if may_become_reference and row.status is Status.OK:
-            reference = strategy
-        rows[strategy] = row
+        rows[strategy] = run_strategy(setup, strategy, references, observer)
     return Comparison(
-        facts=replace(setup.facts, gradient_reference=reference),
+        facts=references.write(setup),
         rows=tuple(rows[strategy] for strategy in setup.request.strategies),
     )
 
 
-def _run_strategy(
-    setup: Setup, strategy: str, *, reference: str | None, observer: AbstractObserver
+@final
+class References:
+    """Which strategies' gradients the others of a comparison are compared with."""
+
+    def __init__(self) -> None:
+        self._by_kind: dict[bool, str] = {}
+
+    def find(self, strategy: str, *, is_compiled: bool) -> str | None:
+        """Return the reference of a strategy, itself if it can become one, or `None`."""
+        kind = runs_compiled(strategy, is_compiled=is_compiled)
+        if kind not in self._by_kind and strategy in REFERENCE_STRATEGIES:
+            return strategy
+        return self._by_kind.get(kind)
+
+    def add(self, strategy: str, *, is_compiled: bool) -> None:
+        """Let a strategy whose gradients have been written be the reference of its kind."""
+        self._by_kind[runs_compiled(strategy, is_compiled=is_compiled)] = strategy
+
+    def write(self, setup: Setup) -> Facts:
+        """Return the setup's facts with the references."""
+        is_compiled = setup.request.is_compiled
+        return replace(
+            setup.facts,
+            gradient_reference=self._by_kind.get(is_compiled),
+            compiled_gradient_reference=None if is_compiled else self._by_kind.get(True),
+        )
+
+
+def run_strategy(
+    setup: Setup, strategy: str, references: References, observer: AbstractObserver
 ) -> Row:
-    budget = setup.request.budget
-    chosen = make_strategy(strategy, host=setup.request.host, disk=setup.disk, budget=budget)
+    """Run one strategy of the setup in a process, and return its row.
+
+    If it can be a reference and there is none of its kind, it becomes that once it is done.
+    """
+    budget, is_compiled = setup.request.budget, setup.request.is_compiled
+    chosen = make_strategy(
+        strategy, host=setup.request.host, disk=setup.disk, budget=budget, is_compiled=is_compiled
+    )
+    reference = references.find(strategy, is_compiled=is_compiled)
     observer.start_strategy(strategy, setup.facts.warm_up_steps + setup.facts.steps)
     refusal = chosen.find_refusal(setup.device)
     if refusal:
@@ -94,6 +122,8 @@ def _run_strategy(
         host=setup.request.host,
         disk=setup.disk,
         budget=budget,
+        loss=setup.loss,
+        is_compiled=is_compiled,
         tokens=str(setup.tokens),
         gradients=str(setup.folder / f"gradients-{reference}") if reference else None,
         is_reference=reference == strategy,
@@ -107,6 +137,8 @@ def _run_strategy(
     )
     last_words = last_words_path.read_text(encoding="utf-8", errors="replace")
     row = read_outcome(strategy, Path(task.result), exit_status, last_words)
+    if task.is_reference and row.status is Status.OK:
+        references.add(strategy, is_compiled=is_compiled)
     observer.finish_strategy(row, last_words=last_words)
     return row
 

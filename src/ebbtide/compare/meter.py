@@ -271,6 +271,11 @@ class TransferCounter(TorchDispatchMode):
         self._out_bytes = 0
         self._in_bytes = 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays compiled; the copies that count are made outside of it."""
+        return True
+
     def read(self) -> Transfers:
         """Return what was counted so far."""
         return Transfers(out_bytes=self._out_bytes, in_bytes=self._in_bytes)
@@ -296,3 +301,8 @@ class TransferCounter(TorchDispatchMode):
             self._out_bytes += source.nbytes
         else:
             self._in_bytes += target.nbytes
+
+
+def is_counter_compiled_around() -> bool:
+    """Whether compiled code stays compiled inside a `TransferCounter`, in this torch."""
+    return "ignore_compile_internals" in vars(TorchDispatchMode)

@@ -9,10 +9,17 @@ from ebbtide.planner import NAMED_PLANS, parse_plan_name
 EBBTIDE_PREFIX = "ebbtide:"
 # The plan that the planner makes for `--budget`; it is called by no plan's name.
 BUDGET_STRATEGY = "ebbtide"
-PEERS = ("keep", "checkpoint", "checkpoint-offload", "save-on-cpu", "trl")
+# Each block compiled, and torch's partitioner recomputing within a share of its memory.
+COMPILE_BUDGET_PREFIX = "compile-budget:"
+# Selective checkpointing: by operator, or every n-th block.
+SAC_PREFIX = "torch-sac:"
+
+DEFAULT_PEERS = ("keep", "checkpoint", "checkpoint-offload", "save-on-cpu", "trl")
+PEERS = (*DEFAULT_PEERS, "torchtune", "deepspeed", "compile-keep")
+PEER_FAMILIES = (f"{COMPILE_BUDGET_PREFIX}SHARE", f"{SAC_PREFIX}op", f"{SAC_PREFIX}N")
 
 DEFAULT_STRATEGIES = (
-    *PEERS,
+    *DEFAULT_PEERS,
     "ebbtide:recompute",
     "ebbtide:offload-inputs",
     "ebbtide:offload",
@@ -21,12 +28,18 @@ DEFAULT_STRATEGIES = (
 )
 
 # A run that fits can stand in for `keep` as the reference of gradients, in this order.
-REFERENCE_STRATEGIES = ("keep", "checkpoint")
+# Rows on compiled blocks have a reference of their own, since compiling changes bits.
+REFERENCE_STRATEGIES = ("keep", "checkpoint", "compile-keep")
 
 
 def is_ours(name: str) -> bool:
     """Whether a strategy is one of ebbtide's own plans."""
     return name == BUDGET_STRATEGY or name.startswith(EBBTIDE_PREFIX)
+
+
+def runs_compiled(name: str, *, is_compiled: bool) -> bool:
+    """Whether a strategy's blocks are compiled, in a run with or without `--compile`."""
+    return is_compiled or name == "compile-keep" or name.startswith(COMPILE_BUDGET_PREFIX)
 
 
 def parse_strategies(listed: str, *, has_budget: bool = False) -> tuple[str, ...]:
@@ -65,12 +78,41 @@ def order_runs(names: tuple[str, ...]) -> tuple[str, ...]:
 def _parse_name(name: str) -> str:
     if name in PEERS or name == BUDGET_STRATEGY:
         return name
+    if name.startswith(COMPILE_BUDGET_PREFIX):
+        return COMPILE_BUDGET_PREFIX + _parse_share(name)
+    if name.startswith(SAC_PREFIX):
+        return SAC_PREFIX + _parse_mode(name)
     try:
         parse_plan_name(name.removeprefix(EBBTIDE_PREFIX))
     except PlanError as error:
         family = name.removeprefix(EBBTIDE_PREFIX).partition(":")[0]
         if f"{family}:K" in NAMED_PLANS:
             raise ValueError(f"--strategies {name}: {error}") from error
-        valid = (*PEERS, BUDGET_STRATEGY, *(EBBTIDE_PREFIX + plan for plan in NAMED_PLANS))
+        ours = (BUDGET_STRATEGY, *(EBBTIDE_PREFIX + plan for plan in NAMED_PLANS))
+        valid = (*PEERS, *PEER_FAMILIES, *ours)
         raise ValueError(unknown_name_message("strategy", name, valid)) from error
     return EBBTIDE_PREFIX + name.removeprefix(EBBTIDE_PREFIX)
+
+
+def _parse_share(name: str) -> str:
+    given = name.removeprefix(COMPILE_BUDGET_PREFIX)
+    try:
+        share = float(given)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(
+            f"--strategies {name}: {given!r} is no share of memory from 0 to 1; give one, such as "
+            f"{COMPILE_BUDGET_PREFIX}0.5"
+        )
+    return f"{share:g}"
+
+
+def _parse_mode(name: str) -> str:
+    given = name.removeprefix(SAC_PREFIX)
+    if given != "op" and not (given.isdecimal() and int(given) >= 1):
+        raise ValueError(
+            f"--strategies {name}: {given!r} is neither op nor a whole number of 1 or more; give "
+            f"{SAC_PREFIX}op, or {SAC_PREFIX}2 for every second block"
+        )
+    return given if given == "op" else str(int(given))

@@ -8,11 +8,13 @@ import typer
 ModelOption = Annotated[
     str,
     typer.Option(
-        help="smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, or a folder or hub "
-        "name that transformers can read."
+        help="smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, qwen3-14b-shape, "
+        "moe-shape, or a folder or hub name that transformers can read."
     ),
 ]
-LayersOption = Annotated[int | None, typer.Option(help="Blocks of llama-8b-shape. Default: 8.")]
+LayersOption = Annotated[
+    int | None, typer.Option(help="Blocks of one of the three shapes. Default: 8.")
+]
 ContextOption = Annotated[
     int | None,
     typer.Option(help="Tokens in a sequence. Default: 8192 on a GPU, 512 on a CPU."),

@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from transformers.utils import logging as transformers_logging
 
 from ebbtide.compare.gradients import LARGE_MODEL_PARAMETERS
+from ebbtide.compare.loss import LossKind, describe_loss, find_chunked_loss
 from ebbtide.compare.meter import describe_memory
 from ebbtide.compare.request import CompareRequest, write_command
 from ebbtide.compare.results import Facts
 from ebbtide.compare.task import Optimizer, describe_optimizer
 from ebbtide.compare.texts import cut_windows, read_text
 from ebbtide.compare.workloads import (
-    LLAMA_8B_SHAPE,
+    SHAPES,
     ModelSource,
     count_parameters,
     describe_model,
@@ -66,6 +67,7 @@ class Setup:
     device: torch.device
     dtype: torch.dtype
     optimizer: Optimizer
+    loss: LossKind
     disk: str | None
     """`PATH:CAP` for ebbtide's plans, the temporary folder on a CPU included."""
     tokens: Path
@@ -89,6 +91,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
             f"--host {request.host}: on a CPU the host's memory is the device's memory; leave "
             "--host out, and give --disk PATH:CAP to choose where activations go"
         )
+    loss = find_chunked_loss(device) if request.has_chunked_loss else LossKind.PLAIN
     defaults = CUDA_DEFAULTS if device.type == "cuda" else CPU_DEFAULTS
     source = find_model(request.model, request.layers)
     config = read_config(source)
@@ -124,6 +127,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
         device=device,
         dtype=defaults.dtype,
         optimizer=optimizer,
+        loss=loss,
         disk=disk,
         tokens=tokens,
         folder=folder,
@@ -149,7 +153,11 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
             held_out_tokens=defaults.num_held_out * context,
             state_bytes=num_parameters * defaults.dtype.itemsize * _count_copies(optimizer),
             logits_bytes=request.batch * context * config.vocab_size * defaults.dtype.itemsize,
+            loss=describe_loss(loss),
+            is_loss_chunked=loss is not LossKind.PLAIN,
+            is_compiled=request.is_compiled,
             gradient_reference=None,
+            compiled_gradient_reference=None,
             disturbance=disturbance,
             disk=_describe_disk(request.disk, disk),
         ),
@@ -180,7 +188,7 @@ def find_device(name: str | None) -> torch.device:
 
 def choose_optimizer(model: str, num_parameters: int) -> Optimizer:
     """Return AdamW, or SGD where AdamW's state would crowd out the activations."""
-    is_large = model == LLAMA_8B_SHAPE or num_parameters > LARGE_MODEL_PARAMETERS
+    is_large = model in SHAPES or num_parameters > LARGE_MODEL_PARAMETERS
     return Optimizer.SGD if is_large else Optimizer.ADAMW
 
 

@@ -24,9 +24,9 @@ class CompareRequest:
     """The arguments of `ebbtide compare`, as given."""
 
     model: str
-    """`smollm2`, `gpt2`, `llama-8b-shape`, a folder, or a name on the hub."""
+    """`smollm2`, `gpt2`, a shape such as `moe-shape`, a folder, or a name on the hub."""
     layers: int | None
-    """Blocks of `llama-8b-shape`; `None` for its default."""
+    """Blocks of a shape; `None` for its default."""
     context: int | None
     """Tokens in a sequence; `None` for the device's default."""
     batch: int
@@ -47,6 +47,10 @@ class CompareRequest:
     """Seed of random weights and of dropout."""
     budget: str | None = None
     """Most device memory for the strategy `ebbtide`; `None` without that strategy."""
+    is_compiled: bool = False
+    """Compile each block, where the strategy supports that. Cost: a minute of the first step."""
+    has_chunked_loss: bool = False
+    """Compute the loss in chunks, under every strategy alike."""
 
     @property
     def num_warm_up_steps(self) -> int:
@@ -85,6 +89,8 @@ def write_command(request: CompareRequest, *, context: int, steps: int, device: 
     arguments += [] if request.host is None else ["--host", request.host]
     arguments += [] if request.disk is None else ["--disk", request.disk]
     arguments += [] if request.text is None else ["--text", str(request.text)]
+    arguments += ["--compile"] if request.is_compiled else []
+    arguments += ["--chunked-loss"] if request.has_chunked_loss else []
     return shlex.join([*arguments, "--device", device, "--seed", str(request.seed)])
 
 

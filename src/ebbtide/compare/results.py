@@ -55,6 +55,8 @@ class Row:
     """Whether every compared gradient has the reference's bits; `None` without a reference."""
     grad_largest_difference: float | None = None
     """Largest absolute difference from the reference; `None` also if a gradient is not finite."""
+    bound_ns: int | None = None
+    """Least time of forward and backward under any plan; only of a plan for a budget."""
     note: str = ""
     """What a reader must know about this row."""
 
@@ -100,9 +102,17 @@ class Facts:
     state_bytes: int
     """Weights, gradients and optimizer state: part of every peak, whatever the strategy."""
     logits_bytes: int
-    """One copy of the logits; the loss holds several, which no strategy here avoids."""
+    """One copy of the logits; a loss that is not chunked holds several."""
+    loss: str
+    """How the loss is computed."""
+    is_loss_chunked: bool
+    """Whether it is computed in chunks, so that the logits are never there at once."""
+    is_compiled: bool
+    """Whether each block was compiled, under the strategies that support that."""
     gradient_reference: str | None
     """The strategy whose gradients the others are compared with."""
+    compiled_gradient_reference: str | None
+    """The same for rows on compiled blocks, in a run whose other rows are not compiled."""
     disturbance: str
     """Why the times cannot be relied on; empty if nothing is known against them."""
     disk: str
@@ -164,6 +174,7 @@ def describe_row(row: Row) -> dict[str, Any]:
         "perplexity_after": row.perplexity_after,
         "grad_equal": row.grad_equal,
         "grad_largest_difference": row.grad_largest_difference,
+        "bound_ms": to_ms(row.bound_ns),
         "note": row.note,
     }
 

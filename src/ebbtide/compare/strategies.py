@@ -3,60 +3,42 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Literal, final
+from contextlib import contextmanager
+from typing import Literal, final
 
 import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ebbtide.compare.names import BUDGET_STRATEGY, EBBTIDE_PREFIX
+from ebbtide.compare.compiled import CompileBudget, CompiledBlocks, NotCompiled
+from ebbtide.compare.names import (
+    BUDGET_STRATEGY,
+    COMPILE_BUDGET_PREFIX,
+    EBBTIDE_PREFIX,
+    SAC_PREFIX,
+    is_ours,
+    runs_compiled,
+)
+from ebbtide.compare.packaged import DeepspeedOffload, TorchtuneOffload
 from ebbtide.compare.results import Status
-from ebbtide.torch import Tide, attach
+from ebbtide.compare.selective import SelectiveBlocks, SelectiveOperators
+from ebbtide.compare.strategy import (
+    AbstractStrategy,
+    Applied,
+    Refusal,
+    find_missing_package,
+    refuse_on_host,
+)
+from ebbtide.torch import attach
 
 # These plans move nothing, so a CPU run gives them no disk.
 PLANS_WITHOUT_TRAFFIC = frozenset({"keep", "recompute"})
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
-    """Why a strategy cannot run here at all."""
-
-    status: Status
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
-    """A strategy in force on one model."""
-
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Returns a new context to run one step's forward pass and loss in."""
-    tide: Tide | None = None
-    """The handle that counts the traffic of ebbtide's own plans."""
-    note: str = ""
-    """What a reader must know about how it runs here."""
-
-
-class AbstractStrategy(ABC):
-    """One way to train within less memory."""
-
-    @abstractmethod
-    def find_refusal(self, device: torch.device) -> Refusal | None:
-        """Return why this strategy cannot run on `device`, or `None` if it can."""
-
-    @abstractmethod
-    def apply(
-        self, model: PreTrainedModel, device: torch.device
-    ) -> AbstractContextManager[Applied]:
-        """Switch the strategy on for `model`; leaving the context switches it off.
-
-        The model is on `device` and in training mode.
-        """
+NOT_COMPILED_YET = Refusal(
+    status=Status.NOT_APPLICABLE,
+    reason="ebbtide's plans take no compiled blocks yet; without --compile it runs",
+)
 
 
 @final
@@ -93,7 +75,7 @@ class CheckpointOffload(AbstractStrategy):
 
     def find_refusal(self, device: torch.device) -> Refusal | None:
         if device.type != "cuda":
-            return _refuse_on_host("block inputs")
+            return refuse_on_host("block inputs")
         if not _takes_offload(_find_checkpointing_switch(PreTrainedModel, "enable")):
             return Refusal(
                 status=Status.NOT_INSTALLED,
@@ -133,10 +115,8 @@ class TrlOffload(AbstractStrategy):
 
     def find_refusal(self, device: torch.device) -> Refusal | None:
         if device.type != "cuda":
-            return _refuse_on_host("activations")
-        if find_spec("trl") is None:
-            return Refusal(status=Status.NOT_INSTALLED, reason="the package trl is not installed")
-        return None
+            return refuse_on_host("activations")
+        return find_missing_package("trl")
 
     @contextmanager
     def apply(self, model: PreTrainedModel, device: torch.device) -> Generator[Applied]:
@@ -192,7 +172,12 @@ class EbbtideBudget(AbstractStrategy):
 
 
 def make_strategy(
-    name: str, *, host: str | None, disk: str | None, budget: str | None = None
+    name: str,
+    *,
+    host: str | None,
+    disk: str | None,
+    budget: str | None = None,
+    is_compiled: bool = False,
 ) -> AbstractStrategy:
     """Return the strategy called `name`, as `names.parse_strategies` returned it.
 
@@ -201,31 +186,48 @@ def make_strategy(
         host: Most host memory that ebbtide's plans may take, or `None` for its default.
         disk: `PATH:CAP` for ebbtide's plans, or `None` for no disk.
         budget: Most device memory; only the strategy `ebbtide` takes it, and it needs one.
+        is_compiled: Compile each block, under peers' strategies too.
 
     Raises:
         ValueError: The strategy `ebbtide` was given no budget.
     """
-    if name == BUDGET_STRATEGY:
-        if budget is None:
-            raise ValueError(f"the strategy {name} needs a budget, such as 40GiB")
-        return EbbtideBudget(budget, host=host, disk=disk)
+    if is_ours(name):
+        ours = _make_ours(name, host=host, disk=disk, budget=budget)
+        return NotCompiled(NOT_COMPILED_YET) if is_compiled else ours
+    peer = _make_peer(name)
+    # Those with a budget of torch's own compile by themselves.
+    if runs_compiled(name, is_compiled=is_compiled) and not isinstance(peer, CompileBudget):
+        return CompiledBlocks(peer)
+    return peer
+
+
+def _make_ours(
+    name: str, *, host: str | None, disk: str | None, budget: str | None
+) -> AbstractStrategy:
+    if name != BUDGET_STRATEGY:
+        return EbbtidePlan(name.removeprefix(EBBTIDE_PREFIX), host=host, disk=disk)
+    if budget is None:
+        raise ValueError(f"the strategy {name} needs a budget, such as 40GiB")
+    return EbbtideBudget(budget, host=host, disk=disk)
+
+
+def _make_peer(name: str) -> AbstractStrategy:
+    if name.startswith(COMPILE_BUDGET_PREFIX):
+        return CompileBudget(float(name.removeprefix(COMPILE_BUDGET_PREFIX)))
+    if name.startswith(SAC_PREFIX):
+        mode = name.removeprefix(SAC_PREFIX)
+        return SelectiveOperators() if mode == "op" else SelectiveBlocks(int(mode))
     peers: dict[str, Callable[[], AbstractStrategy]] = {
         "keep": Keep,
         "checkpoint": Checkpoint,
         "checkpoint-offload": CheckpointOffload,
         "save-on-cpu": SaveOnCpu,
         "trl": TrlOffload,
+        "torchtune": TorchtuneOffload,
+        "deepspeed": DeepspeedOffload,
+        "compile-keep": Keep,
     }
-    if name.startswith(EBBTIDE_PREFIX):
-        return EbbtidePlan(name.removeprefix(EBBTIDE_PREFIX), host=host, disk=disk)
     return peers[name]()
-
-
-def _refuse_on_host(what: str) -> Refusal:
-    return Refusal(
-        status=Status.NOT_APPLICABLE,
-        reason=f"it moves {what} to host memory, where a CPU run has them already",
-    )
 
 
 def _find_checkpointing_switch(

@@ -37,7 +37,8 @@ class Column:
 
 def list_columns(comparison: Comparison) -> tuple[Column, ...]:
     """Return the columns in which at least one row has something to say."""
-    reference = comparison.facts.gradient_reference
+    facts = comparison.facts
+    references = (facts.gradient_reference, facts.compiled_gradient_reference)
     writers: tuple[tuple[str, Callable[[Row], str]], ...] = (
         ("strategy", lambda row: row.strategy),
         ("status", lambda row: row.status.value),
@@ -52,7 +53,8 @@ def list_columns(comparison: Comparison) -> tuple[Column, ...]:
         ("loss", lambda row: _write_number(row.loss, ".4f")),
         ("perplexity before", lambda row: _write_number(row.perplexity_before, ".2f")),
         ("after", lambda row: _write_number(row.perplexity_after, ".2f")),
-        ("gradients", lambda row: _write_gradients(row, reference)),
+        ("gradients", lambda row: _write_gradients(row, references)),
+        ("bound ms", lambda row: _write_number(to_ms(row.bound_ns), ".1f")),
     )
     columns = (
         Column(title=title, cells=tuple(write(row) for row in comparison.rows))
@@ -133,8 +135,7 @@ def list_meanings(comparison: Comparison) -> tuple[str, ...]:
         f"algorithms; the optimizer is {facts.optimizer}.",
         f"memory: {facts.memory_meaning}. Weights, gradients and optimizer state alone are "
         f"{to_gib(facts.state_bytes):.2f} GiB, below which no strategy here can go; one copy of "
-        f"the logits is {to_gib(facts.logits_bytes):.2f} GiB, and the loss holds several, which no "
-        "strategy here avoids.",
+        f"the logits is {to_gib(facts.logits_bytes):.2f} GiB, {_write_copies(facts)}.",
         "out and in: bytes moved out of device memory and back in one step; host: the most pinned "
         "host memory that was taken; disk: the most bytes that were held there"
         + (f", in {facts.disk}." if facts.disk else "."),
@@ -147,6 +148,16 @@ def list_meanings(comparison: Comparison) -> tuple[str, ...]:
         if facts.gradient_reference
         else "gradients: not compared, since no run of keep or checkpoint finished."
     )
+    if facts.compiled_gradient_reference:
+        meanings.append(
+            f"rows on compiled blocks: compared with those of {facts.compiled_gradient_reference}, "
+            "since compiling changes bits."
+        )
+    if any(row.bound_ns for row in comparison.rows):
+        meanings.append(
+            "bound: no plan within the budget makes forward and backward faster, by the times "
+            "measured; the optimizer is not in it."
+        )
     if facts.disturbance:
         meanings.append(f"times: {facts.disturbance}.")
     return tuple(meanings)
@@ -181,6 +192,8 @@ def _list_facts(facts: Facts) -> tuple[tuple[str, str], ...]:
         ("batch", str(facts.batch)),
         ("dtype", facts.dtype),
         ("optimizer", facts.optimizer),
+        ("loss", facts.loss),
+        ("blocks", "compiled" if facts.is_compiled else "eager"),
         ("steps", f"{facts.warm_up_steps} warm-up, {facts.steps} counted"),
         ("text", facts.text),
         ("tokenizer", facts.tokenizer),
@@ -196,8 +209,17 @@ def _write_number(value: float | None, form: str) -> str:
     return NOTHING if value is None else format(value, form)
 
 
-def _write_gradients(row: Row, reference: str | None) -> str:
-    if row.strategy == reference:
+def _write_copies(facts: Facts) -> str:
+    if facts.is_loss_chunked:
+        return "which the chunked loss never holds at once"
+    return (
+        "and the loss holds several, which no strategy here avoids: --chunked-loss computes it in "
+        "chunks"
+    )
+
+
+def _write_gradients(row: Row, references: tuple[str | None, ...]) -> str:
+    if row.strategy in references:
         return "reference"
     if row.grad_equal is None:
         return NOTHING

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, assert_never
 
+from ebbtide.compare.loss import LossKind
 from ebbtide.compare.workloads import ModelSource, Weights
 
 # Starts each line on a child's stdout that says which step it takes.
@@ -72,6 +73,10 @@ class Task:
     """`PATH:CAP` for ebbtide's plans."""
     budget: str | None
     """Most device memory for the strategy `ebbtide`."""
+    loss: LossKind
+    """How the loss is computed."""
+    is_compiled: bool
+    """Compile each block, also under strategies that do not by themselves."""
     tokens: str
     """Safetensors file with the windows `train` and `held_out`."""
     gradients: str | None
@@ -94,4 +99,5 @@ def read_task(path: Path) -> Task:
     source["weights"] = Weights(source["weights"])
     record["source"] = ModelSource(**source)
     record["optimizer"] = Optimizer(record["optimizer"])
+    record["loss"] = LossKind(record["loss"])
     return Task(**record)

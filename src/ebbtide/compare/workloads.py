@@ -22,11 +22,17 @@ from transformers import (
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 SMOLLM2 = "smollm2"
 GPT2 = "gpt2"
 LLAMA_8B_SHAPE = "llama-8b-shape"
+QWEN3_14B_SHAPE = "qwen3-14b-shape"
+MOE_SHAPE = "moe-shape"
+SHAPES = (LLAMA_8B_SHAPE, QWEN3_14B_SHAPE, MOE_SHAPE)
+"""Random weights in published dimensions, with a number of layers to choose."""
 
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MISSING_SMOLLM2 = (
@@ -36,7 +42,7 @@ MISSING_SMOLLM2 = (
 
 GPT2_REPOSITORIES = ("openai-community/gpt2", "gpt2")
 GPT2_POSITIONS = 8192
-LLAMA_8B_DEFAULT_LAYERS = 8
+SHAPE_DEFAULT_LAYERS = 8
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -50,6 +56,10 @@ class Weights(StrEnum):
     """GPT-2 124M's shape, drawn from the seed."""
     RANDOM_LLAMA = "random-llama"
     """Llama-3-8B's dimensions, drawn from the seed."""
+    RANDOM_QWEN3 = "random-qwen3"
+    """Qwen3-14B's dimensions, drawn from the seed."""
+    RANDOM_MOE = "random-moe"
+    """Qwen3-30B-A3B's dimensions with a vocabulary of 32,000, drawn from the seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +70,7 @@ class ModelSource:
     location: str
     """Folder or hub name; empty for random weights."""
     num_layers: int | None
-    """Blocks of a random Llama; `None` for other models."""
+    """Blocks of a shape; `None` for other models."""
     title: str
     """What a reader should call it."""
 
@@ -69,15 +79,15 @@ def find_model(name: str, layers: int | None) -> ModelSource:
     """Find what `--model` names, converting and caching SmolLM2 at its first use.
 
     Args:
-        name: `smollm2`, `gpt2`, `llama-8b-shape`, a folder, or a name on the hub.
-        layers: Blocks of `llama-8b-shape`, or `None` for its default.
+        name: `smollm2`, `gpt2`, one of `SHAPES`, a folder, or a name on the hub.
+        layers: Blocks of a shape, or `None` for its default.
 
     Raises:
         ValueError: A package is missing, or `layers` was given for another model.
     """
-    if layers is not None and name != LLAMA_8B_SHAPE:
+    if layers is not None and name not in SHAPES:
         raise ValueError(
-            f"--layers {layers} was given with --model {name}: only {LLAMA_8B_SHAPE} has a "
+            f"--layers {layers} was given with --model {name}: only {', '.join(SHAPES)} have a "
             "number of layers to choose; leave --layers out"
         )
     if Path(name).is_dir():
@@ -91,14 +101,8 @@ def find_model(name: str, layers: int | None) -> ModelSource:
         )
     if name == GPT2:
         return _find_gpt2()
-    if name == LLAMA_8B_SHAPE:
-        num_layers = LLAMA_8B_DEFAULT_LAYERS if layers is None else layers
-        return ModelSource(
-            weights=Weights.RANDOM_LLAMA,
-            location="",
-            num_layers=num_layers,
-            title=f"Llama-3-8B dimensions, {num_layers} layers, random weights",
-        )
+    if name in SHAPES:
+        return _describe_shape(name, SHAPE_DEFAULT_LAYERS if layers is None else layers)
     return ModelSource(
         weights=Weights.FOLDER, location=name, num_layers=None, title=f"{name}, pre-trained"
     )
@@ -118,11 +122,41 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
                 vocab_size=32_000,
                 hidden_size=4096,
                 intermediate_size=14_336,
-                num_hidden_layers=source.num_layers or LLAMA_8B_DEFAULT_LAYERS,
+                num_hidden_layers=source.num_layers or SHAPE_DEFAULT_LAYERS,
                 num_attention_heads=32,
                 num_key_value_heads=8,
                 max_position_embeddings=131_072,
                 rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+                tie_word_embeddings=False,
+            )
+        case Weights.RANDOM_QWEN3:
+            return Qwen3Config(
+                vocab_size=151_936,
+                hidden_size=5120,
+                intermediate_size=17_408,
+                num_hidden_layers=source.num_layers or SHAPE_DEFAULT_LAYERS,
+                num_attention_heads=40,
+                num_key_value_heads=8,
+                head_dim=128,
+                max_position_embeddings=40_960,
+                rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+                tie_word_embeddings=False,
+            )
+        case Weights.RANDOM_MOE:
+            # With its own vocabulary of 151,936, logits would hold the peak and not the experts.
+            return Qwen3MoeConfig(
+                vocab_size=32_000,
+                hidden_size=2048,
+                moe_intermediate_size=768,
+                num_hidden_layers=source.num_layers or SHAPE_DEFAULT_LAYERS,
+                num_attention_heads=32,
+                num_key_value_heads=4,
+                head_dim=128,  # pyright: ignore[reportCallIssue] a field of older and newer ones
+                num_experts=128,
+                num_experts_per_tok=8,
+                norm_topk_prob=True,
+                max_position_embeddings=40_960,
+                rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
                 tie_word_embeddings=False,
             )
         case Weights.FOLDER:
@@ -132,7 +166,7 @@ def read_config(source: ModelSource) -> PreTrainedConfig:
                 first_line = str(error).strip().splitlines()[0]
                 raise ValueError(
                     f"--model {source.location}: transformers finds no model there "
-                    f"({first_line}); give {SMOLLM2}, {GPT2}, {LLAMA_8B_SHAPE} or a folder "
+                    f"({first_line}); give {SMOLLM2}, {GPT2}, {', '.join(SHAPES)} or a folder "
                     "with a model that transformers can read"
                 ) from error
         case _:
@@ -259,6 +293,20 @@ def _unmap_weights(model: PreTrainedModel) -> None:
 def _describe_folder(folder: Path) -> ModelSource:
     return ModelSource(
         weights=Weights.FOLDER, location=str(folder), num_layers=None, title=folder.name
+    )
+
+
+def _describe_shape(name: str, num_layers: int) -> ModelSource:
+    weights, dimensions = {
+        LLAMA_8B_SHAPE: (Weights.RANDOM_LLAMA, "Llama-3-8B dimensions"),
+        QWEN3_14B_SHAPE: (Weights.RANDOM_QWEN3, "Qwen3-14B dimensions"),
+        MOE_SHAPE: (Weights.RANDOM_MOE, "Qwen3-30B-A3B dimensions but a vocabulary of 32,000"),
+    }[name]
+    return ModelSource(
+        weights=weights,
+        location="",
+        num_layers=num_layers,
+        title=f"{dimensions}, {num_layers} layers, random weights",
     )
 
 

@@ -14,6 +14,7 @@ from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 from ebbtide.naming import unknown_name_message
 from ebbtide.plan import Decision, Plan
+from ebbtide.planner.advice import CHUNKED_LOSS
 from ebbtide.planner.baselines import Baseline, plan_baseline
 from ebbtide.planner.bound import closed_form_ns
 from ebbtide.planner.candidate import Found, lay_out_states
@@ -244,8 +245,8 @@ class _Solver:
         held = outside.resident_bytes + outside.constant_bytes + outside.turn_bytes
         if held > caps.device_bytes >= held - outside.turn_bytes:
             text += (
-                " The logits hold the peak, and moving activations cannot help that: compute the "
-                "loss in chunks (a fused or chunked cross-entropy)."
+                " The logits hold the peak, and moving activations cannot help that: "
+                f"{CHUNKED_LOSS}."
             )
         return text
 

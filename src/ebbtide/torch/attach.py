@@ -20,6 +20,7 @@ from ebbtide.memory.disk import DiskStore
 from ebbtide.memory.ledger import Ledger, Statistics
 from ebbtide.naming import unknown_name_message
 from ebbtide.plan import Decision, Plan
+from ebbtide.planner.advice import advise_on_logits
 from ebbtide.planner.explain import Explanation, explain
 from ebbtide.planner.named import MIN_BYTES, PlanFamily, named_plan, parse_plan_name
 from ebbtide.planner.solve import BUDGET_PLANNERS
@@ -252,6 +253,10 @@ class Tide:
             if device.type == "cuda":
                 peak = torch.cuda.max_memory_allocated(device)
                 lines.insert(2, f"measured: peak {format_bytes(peak)} allocated")
+        outside = None if self.workload is None else self.workload.outside
+        if plan.budget_bytes and outside is not None:
+            advice = advise_on_logits(outside, plan.peak_bytes)
+            lines += [advice] if advice else []
         lines += [f"kept on the device: {n} ({why})" for why, n in counts.num_kept_not_understood]
         return "\n".join(lines)
 

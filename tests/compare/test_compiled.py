@@ -1,0 +1,88 @@
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+
+from ebbtide.compare import compiled
+from ebbtide.compare.compiled import compiled_blocks
+from ebbtide.compare.results import Status
+from ebbtide.compare.strategies import make_strategy
+from tests.compare.test_selective import CPU, IDS, list_gradients, make_model
+
+# torch's compiler warns of its own code, and its guards do not hold where warnings are errors.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+# Partitions as inductor does, and needs no C++ compiler.
+BACKEND = "aot_eager_decomp_partition"
+
+
+@pytest.fixture(autouse=True)
+def quick_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = compiled.compiled_blocks
+    monkeypatch.setattr(compiled, "compiled_blocks", lambda model: original(model, backend=BACKEND))
+
+
+def count_saved_bytes(name: str, *, is_compiled: bool = False) -> int:
+    """Bytes that autograd saves in one step under a strategy, parameters left out."""
+    model = make_model()
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    strategy = make_strategy(name, host=None, disk=None, is_compiled=is_compiled)
+    with strategy.apply(model, CPU):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(input_ids=IDS, labels=IDS).loss
+        total_bytes = sum(saved.values())
+        loss.backward()
+    assert len(list_gradients(model)) == len(list(model.parameters()))
+    return total_bytes
+
+
+def test_a_smaller_share_saves_fewer_bytes() -> None:
+    nothing, half, full = (
+        count_saved_bytes(name)
+        for name in ("compile-budget:0", "compile-budget:0.5", "compile-keep")
+    )
+    # Of four blocks the input, 32 tokens x 32 channels x 4 bytes, and little else.
+    assert nothing < half < full < count_saved_bytes("keep")
+    config: Any = torch._functorch.config  # pyright: ignore[reportPrivateUsage]
+    assert config.activation_memory_budget == 1.0
+
+
+def test_keep_with_compile_is_compile_keep() -> None:
+    assert count_saved_bytes("keep", is_compiled=True) == count_saved_bytes("compile-keep")
+
+
+def test_selective_checkpointing_is_compiled_with_its_block() -> None:
+    selected = count_saved_bytes("torch-sac:op", is_compiled=True)
+    assert selected < count_saved_bytes("compile-keep")
+
+
+def test_blocks_are_eager_again_afterwards() -> None:
+    model = make_model()
+    block: Any = model.model.layers[0]
+    with compiled_blocks(model, backend=BACKEND):
+        assert block._compiled_call_impl is not None
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    assert block._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("name", ["ebbtide", "ebbtide:balanced", "ebbtide:keep"])
+def test_plans_of_ours_do_not_apply_to_compiled_blocks(name: str) -> None:
+    strategy = make_strategy(name, host=None, disk=None, budget="1GiB", is_compiled=True)
+    refusal = strategy.find_refusal(CPU)
+    assert refusal is not None
+    assert (refusal.status, refusal.reason) == (
+        Status.NOT_APPLICABLE,
+        "ebbtide's plans take no compiled blocks yet; without --compile it runs",
+    )
