@@ -2,7 +2,9 @@
 
 Written with torch's public interface, `create_selective_checkpoint_contexts`: torchtitan itself
 wraps blocks in modules that rename their parameters, takes only models with `layers`, and since
-0.3 has no option for every second block.
+0.3 has no option for every second block. Its policy also stores the result of `topk`; transformers'
+routers write into that, which a stored result may not see, so here it is computed again, from equal
+inputs.
 """
 
 from __future__ import annotations
@@ -36,8 +38,6 @@ DEAR_OPERATORS = (
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
     _ATEN._scaled_dot_product_cudnn_attention.default,
-    # A router's choice of experts: cheap, but recomputed it could choose others.
-    _ATEN.topk.default,
 )
 # Of these, every second one is recomputed.
 HALVED_OPERATORS = (_ATEN.mm.default, _ATEN.linear.default)
