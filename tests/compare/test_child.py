@@ -15,6 +15,7 @@ from ebbtide.compare.child import (
     measure_perplexity,
     run_task,
 )
+from ebbtide.compare.loss import LossKind
 from ebbtide.compare.results import Row, Status
 from ebbtide.compare.task import Optimizer, Task, write_task
 from ebbtide.compare.workloads import ModelSource, Weights, load_model
@@ -95,6 +96,19 @@ def test_an_offloading_plan_moves_bytes_to_disk_and_keeps_the_bits(kept: Row, ta
     assert (row.grad_equal, row.loss) == (True, kept.loss)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="needs torch's own chunked loss"
+)
+def test_rows_with_the_chunked_loss_have_the_bits_of_keep_with_it(kept: Row, task: Task) -> None:
+    chunked = replace(task, loss=LossKind.TORCH, gradients=f"{task.gradients}-chunked")
+    reference = run(replace(chunked, is_reference=True))
+    assert reference.loss == pytest.approx(kept.loss, rel=1e-5)
+    assert reference.perplexity_after == pytest.approx(kept.perplexity_after, rel=1e-5)
+    row = run(replace(chunked, strategy="ebbtide:balanced"))
+    assert (row.grad_equal, row.loss) == (True, reference.loss)
+    assert (row.moved_out_bytes or 0) > 0
+
+
 @pytest.fixture
 def budget_task(task: Task) -> Task:
     """The same run, with a budget and the windows for one more warm-up step."""
@@ -110,6 +124,8 @@ def test_the_plan_for_a_budget_is_counted_and_keeps_the_bits(budget_task: Task) 
     assert (row.status, len(row.step_ns)) == (Status.OK, 1)
     assert (row.grad_equal, row.loss) == (True, kept.loss)
     assert row.note.startswith("planned for 20.0 MiB: forward and backward ")
+    assert row.bound_ns is not None and row.bound_ns > 0
+    assert kept.bound_ns is None
     assert "corrected" not in row.note
 
 

@@ -16,6 +16,7 @@ from transformers import (
 from ebbtide.compare import loss as loss_module
 from ebbtide.compare.loss import LossKind, chunked_loss, describe_loss, find_chunked_loss
 from ebbtide.compare.meter import ProcessMeter, is_allocated_known
+from ebbtide.planner.advice import CHUNKED_LOSS
 from ebbtide.torch import attach
 
 CPU = torch.device("cpu")
@@ -144,6 +145,15 @@ def test_plans_keep_the_bits_of_keep_under_the_chunked_loss(tmp_path: Path) -> N
                     assert torch.equal(loss, kept)
                     assert all(torch.equal(found[name], expected[name]) for name in expected)
                 assert (tide.statistics().moved_out_bytes > 0) == (plan == "balanced")
+
+
+def test_the_report_names_the_libraries_where_logits_hold_the_peak(tmp_path: Path) -> None:
+    model = make_llama()
+    told = "beyond weights, gradients and optimizer state, and no plan lowers that: " + CHUNKED_LOSS
+    with attach(model, budget="1GiB", disk=f"{tmp_path}:1GiB") as tide:
+        for _ in range(3):
+            take_step(model)
+        assert told in tide.report()
 
 
 def test_liger_gets_hidden_states_weight_and_shifted_labels(

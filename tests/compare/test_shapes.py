@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ebbtide.compare.routing import describe_routing
+from ebbtide.compare.strategies import make_strategy
 from ebbtide.compare.workloads import count_parameters, find_model, read_config
 from ebbtide.torch import attach
 
@@ -77,6 +78,17 @@ def test_plans_keep_the_bits_of_new_shapes(
         assert found[step].keys() == gradients.keys()
         for parameter, gradient in gradients.items():
             assert torch.equal(found[step][parameter], gradient), (step, parameter)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "torch-sac:op", "torch-sac:2"])
+def test_peers_keep_the_bits_where_routers_write_into_their_results(strategy: str) -> None:
+    model = make_small("moe-shape")
+    ids = torch.arange(96).view(1, 96)
+    expected = take_gradients(model, ids)
+    with make_strategy(strategy, host=None, disk=None).apply(model, torch.device("cpu")):
+        found = take_gradients(model, ids)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_routing_is_told_as_shares_of_the_mean_load() -> None:
