@@ -182,49 +182,6 @@ def test_a_model_that_checkpoints_itself_is_refused() -> None:
     )
 
 
-def compiled_model() -> nn.Module:
-    compiled: Any = torch.compile(Stack(Gated), backend="eager")
-    return compiled
-
-
-def model_compiled_in_place() -> nn.Module:
-    model = Stack(Gated)
-    model.compile(backend="eager")
-    return model
-
-
-def model_with_a_block_compiled_in_place() -> nn.Module:
-    model = Stack(Gated)
-    model.blocks[1].compile(backend="eager")
-    return model
-
-
-def model_with_compiled_blocks() -> nn.Module:
-    model = Stack(Gated)
-    for index, block in enumerate(model.blocks):
-        compiled: Any = torch.compile(block, backend="eager")
-        model.blocks[index] = compiled
-    return model
-
-
-@pytest.mark.parametrize(
-    ("build", "what"),
-    [
-        (compiled_model, "the model"),
-        (model_compiled_in_place, "the model"),
-        (model_with_a_block_compiled_in_place, "blocks.1"),
-        (model_with_compiled_blocks, "blocks.0"),
-    ],
-)
-def test_a_compiled_model_or_block_is_refused_with_the_reason(
-    build: Callable[[], nn.Module], what: str
-) -> None:
-    assert refusal(ModelError, build, plan="recompute") == (
-        f"{what} is compiled: inside a compiled region ebbtide cannot see what autograd keeps. "
-        "Attach to the model before compiling, or leave this module uncompiled."
-    )
-
-
 def test_a_model_on_the_meta_device_is_refused() -> None:
     def build() -> nn.Module:
         with torch.device("meta"):

@@ -30,7 +30,7 @@ from ebbtide.torch.devices.base import AbstractMeter
 from ebbtide.torch.devices.cpu import CpuMeter
 from ebbtide.torch.devices.cuda import CudaMeter
 from ebbtide.torch.hooks import Hooks
-from ebbtide.torch.internals import is_compiled
+from ebbtide.torch.internals import is_compiled, uses_cuda_graphs
 from ebbtide.torch.maker import PlanMaker
 from ebbtide.torch.runtime import Runtime
 from ebbtide.torch.tiers import HostRegion
@@ -44,6 +44,12 @@ DISABLE_VARIABLE: Final = "EBBTIDE_DISABLE"
 
 DEFAULT_PLAN: Final = "balanced"
 """For `attach` without a plan and without a budget."""
+
+DEFAULT_COMPILED_PLAN: Final = "offload"
+"""The same, for blocks that were compiled before: nothing of them can be recomputed."""
+
+NOTHING_AGAIN: Final = frozenset({PlanFamily.KEEP, PlanFamily.OFFLOAD, PlanFamily.OFFLOAD_LAST})
+"""Families of plans that need nothing recomputed, where nothing is known of how things are made."""
 
 DEFAULT_PLANNER: Final = "lp"
 """For `attach` with a budget."""
@@ -120,13 +126,12 @@ def attach(
                 f"{name}= was given without a budget, and only the planner for a budget takes it. "
                 "Give budget=, or leave it out."
             )
-    given = DEFAULT_PLAN if plan is None else plan
     wish = (
         None
         if budget is None
         else _Wish(budget=budget, decide=decide, planner=planner or DEFAULT_PLANNER)
     )
-    tide = _Attachment(model, given, wish, host, disk, blocks, min_bytes).run()
+    tide = _Attachment(model, plan, wish, host, disk, blocks, min_bytes).run()
     _attached[model] = tide
     return tide
 
@@ -301,7 +306,7 @@ class _Attachment:
     def __init__(
         self,
         model: nn.Module,
-        plan: str | Plan,
+        plan: str | Plan | None,
         wish: _Wish | None,
         host: str | int | None,
         disk: str | None,
@@ -309,7 +314,6 @@ class _Attachment:
         min_bytes: int,
     ) -> None:
         self._model = model
-        self._plan = plan
         self._wish = wish
         self._host_cap = None if host is None else parse_bytes(host)
         self._disk_spec = None if disk is None else parse_path_and_cap(disk)
@@ -317,6 +321,10 @@ class _Attachment:
             raise ValueError(f"min_bytes is {min_bytes}; it must be 0 or more")
         self._min_bytes = min_bytes
         self._blocks = find_attachable_blocks(model, blocks)
+        compiled = [path for path, block in self._blocks.items() if is_compiled(block)]
+        self._plan = plan or (DEFAULT_COMPILED_PLAN if compiled else DEFAULT_PLAN)
+        self._compiled = next(iter(compiled), None)
+        """A block that was compiled before."""
         self._device = device_of(self._blocks)
         self._budgets = None if wish is None else self._make_planner(wish)
         self._check_plan()
@@ -372,6 +380,12 @@ class _Attachment:
                 raise PlanError(
                     f"plan {self._plan!r} names {parsed.num_last_blocks} blocks, but "
                     f"{type(self._model).__name__} has {len(self._blocks)}. Name at most as many."
+                )
+            if self._compiled is not None and parsed.family not in NOTHING_AGAIN:
+                raise PlanError(
+                    f"plan {self._plan!r} recomputes, but {self._compiled} is compiled already: "
+                    "what it saves and what it recomputes was decided then. Use 'offload' or "
+                    "'offload-last:K', which move what it saves."
                 )
             return
         # An activation is named by its block's path, and a module in it or an operator.
@@ -464,6 +478,7 @@ def find_attachable_blocks(
     _refuse_attached(model)
     found = find_blocks(model, blocks)
     _refuse_compiled(model, found)
+    _refuse_cuda_graphs(found)
     _refuse_checkpointing(model)
     return found
 
@@ -478,11 +493,27 @@ def _refuse_attached(model: nn.Module) -> None:
 
 
 def _refuse_compiled(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    for path, module in {"the model": model, **blocks}.items():
-        if is_compiled(module):
+    for path, module in model.named_modules():
+        if is_compiled(module) and any(_lies_in(block, path) for block in blocks):
             raise ModelError(
-                f"{path} is compiled: inside a compiled region ebbtide cannot see what autograd "
-                "keeps. Attach to the model before compiling, or leave this module uncompiled."
+                f"{path or 'the model'} is compiled as a whole: inside a compiled region ebbtide "
+                "cannot see where its blocks start and end. Compile the blocks instead: attach to "
+                "the uncompiled model with attach(model, compile=True), or call .compile() on each "
+                "block before you attach."
+            )
+
+
+def _lies_in(path: str, outer: str) -> bool:
+    return outer == "" or path.startswith(f"{outer}.")
+
+
+def _refuse_cuda_graphs(blocks: dict[str, nn.Module]) -> None:
+    for path, block in blocks.items():
+        if is_compiled(block) and uses_cuda_graphs(block):
+            raise ModelError(
+                f"{path} is compiled to run as CUDA graphs (mode='reduce-overhead'): what it saves "
+                "stays in the graph's own memory, and moving it would free nothing. Compile it "
+                "without: mode='default' or 'max-autotune-no-cudagraphs'."
             )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from ebbtide.errors import ModelError
 from ebbtide.naming import unknown_name_message
+from ebbtide.torch.internals import inner_module
 
 
 def find_blocks(
@@ -48,9 +49,10 @@ def _runs(model: nn.Module) -> list[dict[str, nn.Module]]:
         run: dict[str, nn.Module] = {}
         previous: type[nn.Module] | None = None
         for name, child in container.named_children():
-            if type(child) is not previous:
+            kind = type(inner_module(child))
+            if kind is not previous:
                 runs.append(run)
-                run, previous = {}, type(child)
+                run, previous = {}, kind
             run[f"{path}.{name}" if path else name] = child
         runs.append(run)
     return runs

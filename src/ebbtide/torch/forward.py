@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from ebbtide.block import Activation, Block
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import MOVED, Decision, Plan
+from ebbtide.torch.compiled import SavedSet
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import storage_key
+from ebbtide.torch.internals import inner_module
 from ebbtide.torch.record import ACTIVATION_ROLES, Record
 from ebbtide.torch.script import Scripts
 from ebbtide.torch.stopwatch import BlockTiming
@@ -33,6 +35,8 @@ class BlockState:
     observed: Block | None = None
     checked_plans: list[Plan | None] = field(default_factory=list[Plan | None])
     """Plans under which a forward was checked; None for the frugal decisions."""
+    is_compiled: bool = False
+    """Calling it runs compiled code."""
     is_left_alone: bool = False
     """It cannot run under hooks."""
     names: list[tuple[Any, str, str]] = field(default_factory=list[tuple[Any, str, str]])
@@ -60,7 +64,7 @@ class Forward:
         self.timing = timing
         self.record = record
         self.policy = policy
-        self.tape: Tape | None = None
+        self.tape: Tape | SavedSet | None = None
         self.key: object = None
         """Of its script."""
         self.path: list[tuple[str, bool]] = [(state.path, False)]
@@ -128,6 +132,7 @@ def observed_block(state: BlockState, record: Record) -> Block:
     nodes = [n for n in every if n.role in ACTIVATION_ROLES]
     names = {n.index: n.name for n in nodes}
     module = state.module()
+    class_name = type(module if module is None else inner_module(module)).__name__
     activations: list[Activation] = []
     for node in nodes:
         call = None if node.call < 0 else record.calls[node.call]
@@ -143,7 +148,7 @@ def observed_block(state: BlockState, record: Record) -> Block:
                 group=node.group,
             )
         )
-    return Block(name=state.path, class_name=type(module).__name__, activations=tuple(activations))
+    return Block(name=state.path, class_name=class_name, activations=tuple(activations))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -155,6 +160,14 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, dict):
         return [t for v in value.values() for t in tensors_in(v)]
     return []
+
+
+def storages_in(args: Any, kwargs: Any) -> frozenset[int]:
+    """Return the storages of all that a block is given."""
+    found = (*tensors_in(args), *tensors_in(kwargs))
+    return frozenset(
+        storage_key(t) for t in found if type(t) is Tensor and t.layout is torch.strided
+    )
 
 
 def differentiable_storages(args: Any, kwargs: Any) -> frozenset[int]:

@@ -13,9 +13,12 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ebbtide.torch.calls import CompiledCall
 from ebbtide.torch.forward import BlockState
-from ebbtide.torch.internals import pre_hooks_of
+from ebbtide.torch.internals import compiled_call_of, pre_hooks_of
 from ebbtide.torch.runtime import Runtime
+
+Removable = RemovableHandle | CompiledCall
 
 
 class _Hook:
@@ -50,14 +53,14 @@ class Hooks:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
         model = runtime.model
-        self._always: list[RemovableHandle] = []
+        self._always: list[Removable] = []
         """Those that see the batch: at the model, and where its first block starts."""
         if runtime.is_timed and model is not None:
             self._always += _install_model(runtime, model)
         if runtime.blocks:
             self._always.append(_install_entry(runtime, runtime.blocks[0]))
-        self._others: list[RemovableHandle] = []
-        self._scopes: dict[int, list[RemovableHandle]] = {}
+        self._others: list[Removable] = []
+        self._scopes: dict[int, list[Removable]] = {}
         """By block: those of its inner modules."""
         self.hook_blocks(True)
 
@@ -94,8 +97,9 @@ class Hooks:
         for state in runtime.blocks:
             if state.index > 0:
                 self._others.append(_install_entry(runtime, state))
-            self._others.append(_install_exit(runtime, state))
-            state.has_scopes = self.hook_scopes(state, True)
+            self._others += _install_exit(runtime, state)
+            # What is hooked in a compiled block would be compiled with it.
+            state.has_scopes = not state.is_compiled and self.hook_scopes(state, True)
 
     def _remove_blocks(self) -> None:
         self._remove(self._others)
@@ -103,13 +107,13 @@ class Hooks:
             self._remove(handles)
 
     @staticmethod
-    def _remove(handles: list[RemovableHandle]) -> None:
+    def _remove(handles: list[Removable]) -> None:
         for handle in handles:
             handle.remove()
         handles.clear()
 
 
-def _install_model(runtime: Runtime, model: nn.Module) -> list[RemovableHandle]:
+def _install_model(runtime: Runtime, model: nn.Module) -> list[Removable]:
     def before(*_: Any) -> None:
         runtime.start_forward()
 
@@ -122,19 +126,25 @@ def _install_model(runtime: Runtime, model: nn.Module) -> list[RemovableHandle]:
     ]
 
 
-def _install_entry(runtime: Runtime, state: BlockState) -> RemovableHandle:
+def _install_entry(runtime: Runtime, state: BlockState) -> Removable:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         runtime.enter(state, module, args, kwargs)
 
-    return _block_of(state).register_forward_pre_hook(_Hook(before), with_kwargs=True)
+    block = _block_of(state)
+    if compiled_call_of(block) is not None:
+        return CompiledCall(runtime, state, block)  # it tells of the end, too
+    return block.register_forward_pre_hook(_Hook(before), with_kwargs=True)
 
 
-def _install_exit(runtime: Runtime, state: BlockState) -> RemovableHandle:
+def _install_exit(runtime: Runtime, state: BlockState) -> list[Removable]:
     def after(module: nn.Module, args: Any, output: Any) -> None:
         runtime.leave(state, output)
 
+    block = _block_of(state)
+    if compiled_call_of(block) is not None:
+        return []
     # First of the block's forward hooks: FSDP's frees the parameters that checks replay with.
-    return _block_of(state).register_forward_hook(_Hook(after), always_call=True, prepend=True)
+    return [block.register_forward_hook(_Hook(after), always_call=True, prepend=True)]
 
 
 def _block_of(state: BlockState) -> nn.Module:
@@ -150,7 +160,7 @@ def _has_other_hooks(block: nn.Module) -> bool:
 
 def _install_scope(
     runtime: Runtime, state: BlockState, path: str, module: nn.Module
-) -> list[RemovableHandle]:
+) -> list[Removable]:
     is_leaf = next(module.children(), None) is None
 
     def step_in(module: nn.Module, args: Any) -> None:

@@ -162,6 +162,36 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
+def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Return what `module.compile()` put in place of the module's call; None without it."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Let torch run `call` where `module` is called; None: the module's hooks and forward."""
+    module._compiled_call_impl = call
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile(module)` wrapped; any other one is returned as it is.
+
+    Of that alone are the class and the forward of the user's.
+    """
+    if type(module).__name__ != "OptimizedModule":
+        return module
+    inner = module._orig_mod
+    assert isinstance(inner, nn.Module), "bug in ebbtide"
+    return inner
+
+
+def uses_cuda_graphs(module: nn.Module) -> bool:
+    """Return whether a compiled module was compiled to run as CUDA graphs."""
+    owner: Any = module if module._compiled_call_impl is None else module._compiled_call_impl
+    describe = getattr(owner, "get_compiler_config", None)
+    config = None if describe is None else describe()
+    return bool(config) and bool(config.get("triton.cudagraphs", False))
+
+
 def count_ooms(device: torch.device) -> int:
     """Return how often torch's allocator has run out of a CUDA device's memory so far."""
     # `memory_stats` sorts all counters into a new table first.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
+from ebbtide.torch.compiled import SavedSet
 from ebbtide.torch.devices.base import AbstractMeter
 from ebbtide.torch.forward import (
     BlockState,
@@ -33,6 +34,7 @@ from ebbtide.torch.forward import (
     differentiable_storages,
     first_floating,
     observed_block,
+    storages_in,
     tensors_in,
 )
 from ebbtide.torch.identity import Copies, storage_key
@@ -41,6 +43,7 @@ from ebbtide.torch.internals import (
     count_ooms,
     current_autograd_node,
     frame_of_module_call,
+    is_compiled,
     is_in_backward,
     pause_autocast,
     pause_dispatch,
@@ -103,7 +106,9 @@ class Runtime:
         self._make_plan = make_plan
         self._lock = threading.RLock()
         self.blocks = [
-            BlockState(index=i, path=path, module=weakref.ref(module))
+            BlockState(
+                index=i, path=path, module=weakref.ref(module), is_compiled=is_compiled(module)
+            )
             for i, (path, module) in enumerate(blocks.items())
         ]
         self.stopwatch = None if meter is None else Stopwatch(meter, model, len(self.blocks))
@@ -223,36 +228,61 @@ class Runtime:
                 if timing is not None and state.index == 0 and stream.requires_grad:
                     stream.register_hook(_caller_of(self, Runtime._end_first_block))
             forward = Forward(state, record, policy, timing)
-            script = None
-            # While other graphs hold places of the tiers, more may have to be made again.
-            if not is_checked and timing is None and (self.traffic is None or self._is_alone):
-                tensors = tensors_in((args, kwargs))
-                forward.key = key_of(tensors, stream.device, is_training=module.training)
-                script = state.scripts.of(self.plan, forward.key)
-            tape = Tape(
-                record,
-                policy,
-                device=stream.device,
-                parameters=self._parameters_of(state, module),
-                inputs=differentiable_storages(args, kwargs),
-                stream=storage_key(stream) if type(stream) is Tensor else 0,
-                scope=forward.scope,
-                names=state.names,
-                copies_inputs=state.is_input_written or state.observed is None,
-                is_checked=is_checked,
-                timer=timing,
-                written=self._written,
-                copies=self._copies,
-                has_moments=self.traffic is not None and self.traffic.anchors.has_releases,
-                frame=frame_of_module_call(),
-                note_over=_caller_of(self, Runtime._abandon_interrupted),
-                script=script,
-            )
+            if state.is_compiled:
+                tape = self._saved_set(forward, module, stream.device, args, kwargs)
+            else:
+                tape = self._tape(forward, module, stream, args, kwargs)
             forward.tape = tape
             self._local.forward = forward
             tape.put_on(self.unpack)
             if timing is not None:
                 timing.start_forward()
+
+    def _saved_set(
+        self, forward: Forward, module: nn.Module, device: torch.device, args: Any, kwargs: Any
+    ) -> SavedSet:
+        return SavedSet(
+            forward.record,
+            forward.policy,
+            device=device,
+            parameters=self._parameters_of(forward.state, module),
+            inputs=differentiable_storages(args, kwargs),
+            given=storages_in(args, kwargs),
+            is_checked=forward.record.is_checked,
+            frame=frame_of_module_call(),
+            note_over=_caller_of(self, Runtime._abandon_interrupted),
+        )
+
+    def _tape(
+        self, forward: Forward, module: nn.Module, stream: Tensor, args: Any, kwargs: Any
+    ) -> Tape:
+        state, record, timing = forward.state, forward.record, forward.timing
+        is_checked = record.is_checked
+        script = None
+        # While other graphs hold places of the tiers, more may have to be made again.
+        if not is_checked and timing is None and (self.traffic is None or self._is_alone):
+            tensors = tensors_in((args, kwargs))
+            forward.key = key_of(tensors, stream.device, is_training=module.training)
+            script = state.scripts.of(self.plan, forward.key)
+        return Tape(
+            record,
+            forward.policy,
+            device=stream.device,
+            parameters=self._parameters_of(state, module),
+            inputs=differentiable_storages(args, kwargs),
+            stream=storage_key(stream) if type(stream) is Tensor else 0,
+            scope=forward.scope,
+            names=state.names,
+            copies_inputs=state.is_input_written or state.observed is None,
+            is_checked=is_checked,
+            timer=timing,
+            written=self._written,
+            copies=self._copies,
+            has_moments=self.traffic is not None and self.traffic.anchors.has_releases,
+            frame=frame_of_module_call(),
+            note_over=_caller_of(self, Runtime._abandon_interrupted),
+            script=script,
+        )
 
     def _add_sibling(self, state: BlockState, record: Record) -> None:
         # Not at the first block alone: a plan may leave that to torch.
@@ -346,13 +376,17 @@ class Runtime:
             forward.tape = None  # a cycle would hold the record until the garbage collector runs
             if state.observed is None and not has_failed:
                 state.observed = observed_block(state, record)
-                self._watched += [(state, *held) for held in tape.held_inputs]
+                if isinstance(tape, Tape):
+                    self._watched += [(state, *held) for held in tape.held_inputs]
             # Sealing drops nodes that a script has to tell of.
-            nodes = list(record.nodes) if tape.trace is not None else []
-            self._seal(state, forward, tape.num_uses, has_failed=has_failed)
-            if forward.key is not None and not has_failed:
+            is_traced = isinstance(tape, Tape) and tape.trace is not None
+            nodes = list(record.nodes) if is_traced else []
+            num_uses = tape.num_uses if isinstance(tape, Tape) else None
+            self._seal(state, forward, num_uses, has_failed=has_failed)
+            if isinstance(tape, Tape) and forward.key is not None and not has_failed:
                 self._learn(forward, tape, nodes)
-            self._note_names(state, tape)
+            if isinstance(tape, Tape):
+                self._note_names(state, tape)
             if tape.is_checked and not has_failed:
                 self._check(state, record, tape)
             tape.forget()
@@ -406,7 +440,7 @@ class Runtime:
         forward = self._forward
         if forward is not None and forward.state is state:
             forward.path.append((path, is_leaf))
-            if forward.tape is not None:
+            if isinstance(forward.tape, Tape):
                 forward.tape.add_parameters(module)
 
     def step_out(self, state: BlockState) -> None:
@@ -656,7 +690,7 @@ class Runtime:
         decisions = (self.plan.decision(a.name) for a in state.observed.activations if a.is_saved)
         return all(d is Decision.KEEP for d in decisions)
 
-    def _check(self, state: BlockState, record: Record, tape: Tape) -> None:
+    def _check(self, state: BlockState, record: Record, tape: Tape | SavedSet) -> None:
         wrong = record.check(tape.real)
         for node in wrong:
             state.unsafe.add(node.activation)

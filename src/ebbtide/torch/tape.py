@@ -808,6 +808,11 @@ class _Alias:
         self.version = version
 
 
+def leave_alone(tensor: Tensor) -> _Alias:
+    """Pack a saved tensor as it is; `restore_alias` gives it back."""
+    return _Alias(alias_of(tensor), tensor._version)
+
+
 def restore_alias(packed: _Alias) -> Tensor:
     """Return a tensor that `pack` left alone.
 
