@@ -34,6 +34,7 @@ from ebbtide.torch.internals import is_compiled, uses_cuda_graphs
 from ebbtide.torch.maker import PlanMaker
 from ebbtide.torch.runtime import Runtime
 from ebbtide.torch.tiers import HostRegion
+from ebbtide.torch.variants import BACKENDS, Compilation
 from ebbtide.units import format_bytes, parse_bytes, parse_path_and_cap
 from ebbtide.workload import Workload
 
@@ -66,6 +67,7 @@ def attach(
     decide: Mapping[str, str | Decision] | None = None,
     planner: str | None = None,
     min_bytes: int = MIN_BYTES,
+    compile: bool | str = False,
 ) -> Tide:
     """Let a model's activations leave the device in forward and come back for backward.
 
@@ -96,6 +98,10 @@ def attach(
             `{"*.mlp.*": "RECOMPUTE"}`; later patterns win.
         planner: With a budget: one of `ebbtide.planner.BUDGET_PLANNERS`. Default: `lp`.
         min_bytes: Activations of fewer bytes are never moved.
+        compile: Compile each block, with what the plan recomputes as a part of the compiled
+            backward: True, or a backend of `ebbtide.torch.variants.BACKENDS`. Each set of things
+            to recompute is compiled once for all blocks of a class, in the first steps. Blocks
+            that were compiled before must do without.
 
     Returns:
         A handle: `statistics()`, `report()`, `close()`; it works in `with`.
@@ -106,7 +112,8 @@ def attach(
         RuntimeStateError: The model is attached already.
         MemoryTierError: The disk folder is missing, read-only or too full; or there is no such
             tier on this device.
-        ValueError: A size cannot be read, or both a plan and a budget were given.
+        ValueError: A size cannot be read, both a plan and a budget were given, or there is no
+            such backend.
 
     The third training step raises `BudgetError` if no plan keeps to the budget; it names the
     smallest that would do. The model is left as it was then, and trains on.
@@ -131,7 +138,7 @@ def attach(
         if budget is None
         else _Wish(budget=budget, decide=decide, planner=planner or DEFAULT_PLANNER)
     )
-    tide = _Attachment(model, plan, wish, host, disk, blocks, min_bytes).run()
+    tide = _Attachment(model, plan, wish, host, disk, blocks, min_bytes, compile).run()
     _attached[model] = tide
     return tide
 
@@ -161,12 +168,14 @@ class Tide:
         hooks: Hooks | None,
         disk: DiskStore | None,
         budgets: BudgetPlanner | None = None,
+        compilation: Compilation | None = None,
     ) -> None:
         self._runtime = runtime
         self._ledger = ledger
         self._hooks = hooks
         self._disk = disk
         self._budgets = budgets
+        self._compilation = compilation
 
     @property
     def plan(self) -> Plan | None:
@@ -273,6 +282,8 @@ class Tide:
         """
         if self._hooks is not None:
             self._hooks.close()
+        if self._compilation is not None:
+            self._compilation.close()
         if self._runtime is not None:
             self._runtime.close()
             if self._runtime.traffic is not None:
@@ -312,6 +323,7 @@ class _Attachment:
         disk: str | None,
         blocks: str | Sequence[str] | None,
         min_bytes: int,
+        compile: bool | str,
     ) -> None:
         self._model = model
         self._wish = wish
@@ -325,6 +337,18 @@ class _Attachment:
         self._plan = plan or (DEFAULT_COMPILED_PLAN if compiled else DEFAULT_PLAN)
         self._compiled = next(iter(compiled), None)
         """A block that was compiled before."""
+        self._backend = _backend_name(compile)
+        if self._backend is not None and self._compiled is not None:
+            raise ModelError(
+                f"{self._compiled} is compiled already, and compile={compile!r} was given. Leave "
+                "compile= out, or attach before you compile."
+            )
+        if wish is not None and (self._backend is not None or self._compiled is not None):
+            raise ModelError(
+                f"budget={wish.budget!r} was given, and the blocks are compiled: what parts of a "
+                "compiled block take is not measured, so no planner can work with it. Give a plan, "
+                "such as 'balanced'."
+            )
         self._device = device_of(self._blocks)
         self._budgets = None if wish is None else self._make_planner(wish)
         self._check_plan()
@@ -345,8 +369,12 @@ class _Attachment:
 
     def run(self) -> Tide:
         ledger = Ledger()
-        if isinstance(self._plan, str) and self._plan == "keep":
-            return Tide(None, ledger, None, None)
+        is_keep = isinstance(self._plan, str) and self._plan == "keep"
+        compilation = None
+        if self._backend is not None:
+            compilation = Compilation(self._blocks, self._backend, is_planned=not is_keep)
+        if is_keep:
+            return Tide(None, ledger, None, None, compilation=compilation)
         spec = self._disk_spec
         store = None if spec is None else DiskStore(spec.path, spec.cap_bytes)
         maker = PlanMaker(
@@ -367,9 +395,10 @@ class _Attachment:
             runtime.note_pace = maker.note_pace
             runtime.note_growth = maker.forget_plans
         hooks = Hooks(runtime)
+        runtime.compilation = compilation
         runtime.hook_blocks = hooks.hook_blocks
         runtime.hook_scopes = hooks.hook_scopes
-        tide = Tide(runtime, ledger, hooks, store, self._budgets)
+        tide = Tide(runtime, ledger, hooks, store, self._budgets, compilation)
         maker.close = _closer_of(tide)
         return tide
 
@@ -429,6 +458,15 @@ class _Attachment:
         if isinstance(self._plan, Plan) or self._wish is not None:
             return False  # what it moves was checked, or the planner knows which tiers there are
         return parse_plan_name(self._plan).family not in (PlanFamily.KEEP, PlanFamily.RECOMPUTE)
+
+
+def _backend_name(compile: bool | str) -> str | None:
+    """Return what compiles the blocks; None: nothing does."""
+    if isinstance(compile, bool):
+        return BACKENDS[0] if compile else None
+    if compile not in BACKENDS:
+        raise ValueError(unknown_name_message("backend", compile, BACKENDS))
+    return compile
 
 
 def _closer_of(tide: Tide) -> Callable[[], None]:

@@ -4,12 +4,12 @@ A compiled block runs as one autograd function: which of its tensors are saved w
 partitioner when the block was compiled, and all of them are packed as its forward ends. There is
 nothing to record in between, and nothing may look: an active dispatch mode turns compiled code
 off without a word. So saved-tensor hooks alone are put on, and what was saved is looked up by its
-storage. Nothing of it can be made again here.
+storage. What is made again is made inside the compiled backward, and is not seen here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.plan import Decision
+from ebbtide.torch.graphs import GraphFacts, Names, numbered, running
 from ebbtide.torch.identity import Layout, StorageRef, storage_key
 from ebbtide.torch.internals import (
     alias_of,
@@ -76,18 +77,29 @@ class SavedSet:
         self._note_over = note_over
         self._by_storage: dict[int, Node] = {}
         self._storages: list[StorageRef] = []
-        self._num_inputs = 0
+        self._names: Iterator[str] = iter(())
+        """Of what is packed next, where that is known."""
+        self._numbers = Names()
         self._num_saved = 0
         self._is_over = False
 
     def put_on(self, unpack: Callable[[Any], Tensor]) -> None:
         """Listen to what autograd saves in this thread."""
         saved_tensors_hooks(self.pack, unpack).__enter__()
+        running.listener = self
 
     def take_off(self) -> None:
         """Listen no more. Where hooks were entered since, these stay below them, inert."""
         self._is_over, self._frame = True, None
+        if running.listener is self:
+            running.listener = None
         pop_pack_hook(self.pack)
+
+    def start_graph(self, graph: GraphFacts) -> None:
+        """Note that a compiled graph starts: what is packed next is what it saves."""
+        index = len(self.record.graphs)
+        self.record.graphs.append(graph)
+        self._names = iter([numbered(name, index) if name else "" for name in graph.names])
 
     @property
     def is_over(self) -> bool:
@@ -113,12 +125,13 @@ class SavedSet:
                 if self._note_over is not None:
                     self._note_over()
                 return packed
+            local = next(self._names, "")
             if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
                 self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
                 return leave_alone(tensor)
             if not is_plain(tensor) or tensor.device != self._device:
                 return leave_alone(tensor)
-            node, layout = self._node_of(tensor), Layout.of(tensor)
+            node, layout = self._node_of(tensor, local), Layout.of(tensor)
             handle = Handle(self.record, node.index, layout, tensor._version, node.num_packs)
             node.num_packs += 1
             self._hold(node, tensor, handle)
@@ -143,13 +156,13 @@ class SavedSet:
         if not is_part or 2 * sum(piece.num_bytes for piece in node.pieces) >= node.num_bytes:
             node.pieces = None  # it moves whole
 
-    def _node_of(self, tensor: Tensor) -> Node:
+    def _node_of(self, tensor: Tensor, local: str) -> Node:
         key = storage_key(tensor)
         node = self._by_storage.get(key)
-        return self._new_node(tensor, key) if node is None else node
+        return self._new_node(tensor, key, local) if node is None else node
 
-    def _new_node(self, tensor: Tensor, key: int) -> Node:
-        role, name, kind, op = self._facts_of(key)
+    def _new_node(self, tensor: Tensor, key: int, local: str) -> Node:
+        role, name, kind, op = self._facts_of(key, local)
         num_bytes = tensor.untyped_storage().nbytes()
         decision, place = Decision.KEEP, None
         if role is Role.INPUT or role is Role.COMPUTED:
@@ -162,15 +175,15 @@ class SavedSet:
         self._storages.append(StorageRef(tensor.untyped_storage()))
         return node
 
-    def _facts_of(self, key: int) -> tuple[Role, str, OpKind, str]:
+    def _facts_of(self, key: int, local: str) -> tuple[Role, str, OpKind, str]:
         block = self.record.block
         if self._parameters.get(key) is not None:
             return Role.PARAMETER, "parameter", OpKind.INPUT, ""
         if key in self._inputs:
-            self._num_inputs += 1
-            number = "" if self._num_inputs == 1 else f"#{self._num_inputs}"
-            return Role.INPUT, f"{block}:input{number}", OpKind.INPUT, ""
+            return Role.INPUT, self._numbers.unique(f"{block}:input"), OpKind.INPUT, ""
         if key in self._given:
             return Role.SHARED, "shared", OpKind.INPUT, ""
-        self._num_saved += 1
-        return Role.COMPUTED, f"{block}:saved.{self._num_saved}", OpKind.OPAQUE, COMPILED_OP
+        if not local:
+            self._num_saved += 1
+            local = f":saved.{self._num_saved}"
+        return Role.COMPUTED, self._numbers.unique(f"{block}{local}"), OpKind.OPAQUE, COMPILED_OP

@@ -14,6 +14,7 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import MOVED, Decision, Plan
 from ebbtide.torch.compiled import SavedSet
 from ebbtide.torch.devices.base import Place
+from ebbtide.torch.graphs import described
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import inner_module
 from ebbtide.torch.record import ACTIVATION_ROLES, Record
@@ -148,7 +149,8 @@ def observed_block(state: BlockState, record: Record) -> Block:
                 group=node.group,
             )
         )
-    return Block(name=state.path, class_name=class_name, activations=tuple(activations))
+    block = Block(name=state.path, class_name=class_name, activations=tuple(activations))
+    return described(block, record.graphs) if record.graphs else block
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -172,6 +172,68 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     module._compiled_call_impl = call
 
 
+def new_block_call(name: str) -> Callable[..., Any]:
+    """Return a function of a module and its arguments that runs the module's hooks and forward.
+
+    Each has a code object of its own, by which dynamo keeps what it compiled. A lambda, since
+    dynamo would trace into whatever checks types are put around a function that has a name.
+    """
+    call: Any = lambda module, args, kwargs: module._call_impl(*args, **kwargs)  # noqa: E731
+    return FunctionType(call.__code__.replace(co_name=name), {"__builtins__": __builtins__}, name)
+
+
+def partition_by_min_cut(joint: Any, inputs: Any, **options: Any) -> tuple[Any, Any]:
+    """Cut a joint graph in two as torch does, by the tags on its nodes."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def allow_whole_budget() -> AbstractContextManager[Any]:
+    """Return a guard under which the partitioner recomputes nothing to save memory by itself."""
+    from torch._functorch import config
+
+    return config.patch(activation_memory_budget=1.0)
+
+
+def compile_by_inductor(
+    graph: Any, inputs: Any, partition: Callable[..., tuple[Any, Any]]
+) -> Callable[..., Any]:
+    """Compile a dynamo graph to generated code, cut in two by `partition`."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partition(CustomPartitionerFn):
+        def __call__(self, joint: Any, joint_inputs: Any, **options: Any) -> tuple[Any, Any]:
+            return partition(joint, joint_inputs, **options)
+
+        def uuid(self) -> str:
+            return "ebbtide"  # the cache below it goes by the halves
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return str, ("ebbtide",)  # a part of that cache's key
+
+    # A whole function from that cache would come without a cut, and nothing be known of it.
+    with (
+        config.patch(custom_partitioner_fn=Partition()),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        compiled: Any = compile_fx(graph, inputs)
+        return compiled
+
+
+def compile_to_eager(
+    graph: Any, inputs: Any, partition: Callable[..., tuple[Any, Any]]
+) -> Callable[..., Any]:
+    """Run the traced graph of a dynamo graph as it is, cut in two by `partition`."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    return aot_autograd(fw_compiler=boxed_nop, partition_fn=partition)(graph, inputs)
+
+
 def inner_module(module: nn.Module) -> nn.Module:
     """Return the module that `torch.compile(module)` wrapped; any other one is returned as it is.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from ebbtide.errors import RuntimeStateError
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
+from ebbtide.torch.graphs import GraphFacts
 from ebbtide.torch.identity import Layout, bytes_of, have_equal_bits
 from ebbtide.torch.internals import pause_autocast
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
@@ -189,6 +190,8 @@ class Record:
         self.calls: list[Call | None] = []
         self.siblings: list[weakref.ref[Record]] = []
         """The records of the same forward of the model, this one too."""
+        self.graphs: list[GraphFacts] = []
+        """The compiled graphs that the forward ran, where something is known of them."""
         self.has_let_go = False
         self.num_replayed_calls = 0
         self.watch: ReplayWatch | None = None

@@ -56,6 +56,7 @@ from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.tiers import Tiers
 from ebbtide.torch.traffic import Traffic
+from ebbtide.torch.variants import Compilation
 from ebbtide.workload import Block, Workload
 
 log = logging.getLogger("ebbtide")
@@ -129,6 +130,8 @@ class Runtime:
         self.hook_scopes: Callable[[BlockState, bool], bool] | None = None
         """Puts the hooks of a block's inner modules on, or takes them off; tells whether they are
         on now."""
+        self.compilation: Compilation | None = None
+        """The blocks' compiled calls, where ebbtide compiles them."""
         self.note_growth: Callable[[], None] | None = None
         """Called when more rests on the device than the plans of now were made for."""
         self._grown_bytes = 0
@@ -629,6 +632,9 @@ class Runtime:
         if traffic is not None:
             self.tiers = traffic.tiers
             traffic.start_pass()
+        blocks = self._observed_blocks()
+        if self.compilation is not None and blocks is not None:
+            self.compilation.take_plan(plan, blocks)
         if self.hook_blocks is not None and self.follow_shape is not None:
             # The first block's entry stays: it sees when a batch needs another plan.
             self.hook_blocks(not _keeps_all(plan))
