@@ -45,6 +45,7 @@ gpu-bench:
 	PYTHONPATH=src $(PYTHON) benchmarks/run.py --out benchmarks/results
 	PYTHONPATH=src $(PYTHON) benchmarks/budget.py --out benchmarks/results
 	PYTHONPATH=src $(PYTHON) benchmarks/overhead.py --out benchmarks/results/overhead.json
+	PYTHONPATH=src $(PYTHON) benchmarks/compiled.py --out benchmarks/results
 	PYTHONPATH=src $(PYTHON) benchmarks/peers.py --out benchmarks/results
 
 clean:
