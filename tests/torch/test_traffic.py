@@ -312,6 +312,45 @@ def test_later_graphs_are_fetched_ahead_after_earlier_ones_are_gone() -> None:
     bench.assert_nothing_is_left()
 
 
+def test_what_gave_way_is_fetched_ahead_again() -> None:
+    bench = Bench(max_in_bytes=2 * ROW)
+    slots = [bench.evict(i) for i in range(6)]
+    bench.traffic.settle_all()
+    bench.traffic.fetch_ahead(6)  # rows 5 and 4
+    assert values(bench.traffic.bytes_of(slots[5])) == {5}
+    bench.traffic.release(slots[5])
+    assert bench.traffic.bytes_in_flight == (0, 2 * ROW), "rows 4 and 3"
+    assert values(bench.traffic.bytes_of(slots[0])) == {0}, "out of order: row 3 gives way"
+    assert bench.traffic.bytes_in_flight == (0, ROW)
+    fetches = bench.ledger.snapshot().num_fetches
+    assert values(bench.traffic.bytes_of(slots[4])) == {4}
+    assert bench.ledger.snapshot().num_fetches == fetches + 2, "rows 3 and 2 are on their way"
+    assert values(bench.traffic.bytes_of(slots[3])) == {3}
+    assert bench.ledger.snapshot().num_fetches == fetches + 3, "row 3 was there, row 1 is fetched"
+
+
+def test_a_backward_looks_at_each_slot_a_few_times_however_many_there_are() -> None:
+    """Some hundred small activations must not take a scan of them all at each use."""
+    bench = Bench(max_in_bytes=3 * ROW, num_host_rows=200)
+    slots = [bench.evict(i % 251) for i in range(200)]
+    bench.traffic.settle_all()
+    looked: list[int] = []
+    order = bench.traffic._order  # pyright: ignore[reportPrivateUsage]
+
+    class Counted:
+        def get(self, index: int) -> Slot | None:
+            looked.append(index)
+            return order.get(index)
+
+    bench.traffic._order = Counted()  # pyright: ignore
+    bench.traffic.fetch_ahead(200)
+    for i in reversed(range(200)):
+        assert values(bench.traffic.bytes_of(slots[i])) == {i % 251}
+        bench.traffic.release(slots[i])
+    assert bench.ledger.snapshot().num_fetches == 200
+    assert len(looked) <= 2 * 200 + 1
+
+
 # -- several streams -------------------------------------------------------------------------------
 
 

@@ -193,6 +193,11 @@ class Traffic:
         self._in_bytes = 0
         self._order: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         self._first_index = 0
+        """No slot before it is alive."""
+        self._last_use = 0
+        """The number of the slot that backward asked for last."""
+        self._next_ahead = 0
+        """What follows it up to this number was fetched ahead, or is none to fetch."""
         self._next_index = 0
         self._graveyard: deque[_Copies] = deque()
         self._by_storage: dict[int, tuple[StorageRef, weakref.ref[Slot]]] = {}
@@ -302,22 +307,26 @@ class Traffic:
 
     def fetch_ahead(self, index: int) -> None:
         """Fetch slots that were evicted before number `index`, latest first, within the bound."""
-        start, found_any = index, False
-        while index > self._first_index:
-            index -= 1
-            slot = self._order.get(index)
-            if slot is None:
-                continue
-            found_any = True
-            copies = slot.copies
-            if slot.is_used or copies.leaving is not None or copies.back is not None:
-                continue
-            if not self.tiers.is_open(copies.place.tier):
-                continue
-            if not self._fetch_if_room(slot):
-                return
-        if not found_any:
-            self._first_index = start
+        if index > self._last_use:
+            self._next_ahead = index  # a backward that starts here
+        self._last_use = index
+        start = position = min(index, self._next_ahead)
+        found_any = is_behind_leaving = False
+        while position > self._first_index:
+            slot = self._order.get(position - 1)
+            found_any = found_any or slot is not None
+            if slot is not None and self.tiers.is_open(slot.copies.place.tier):
+                copies = slot.copies
+                if copies.leaving is not None:
+                    is_behind_leaving = True  # to be looked at again
+                elif not slot.is_used and copies.back is None and not self._fetch_if_room(slot):
+                    break
+            position -= 1
+            if not is_behind_leaving:
+                self._next_ahead = position
+        else:
+            if not found_any:
+                self._first_index = start
 
     def release(self, slot: Slot) -> None:
         """Drop what the device holds of `slot`; its bytes stay in the tier."""
@@ -544,6 +553,7 @@ class Traffic:
         slot = self._ahead.pop()()
         if slot is not None and not slot.copies.back_is_waited:
             self.release(slot)
+            self._next_ahead = max(self._next_ahead, slot.index + 1)
 
     def _copy_across(self, found: Tensor, owner: Stream, stream: Stream) -> Tensor:
         """Copy bytes of another stream's memory, so that this stream owns what it uses."""
