@@ -13,12 +13,13 @@ HEADS = (
 INTRODUCTION = (
     "Every strategy and every peer side by side, made by `make gpu-bench` "
     "(`benchmarks/peers.py`): one process a row, the same seed, weights and text in all rows "
-    "of a workload, deterministic algorithms on. A step is forward, loss, backward and "
-    "optimizer step; its time is the median of the counted steps, with their range. `x keep` "
+    "of a workload. A step is forward, loss and backward under torch's default kernels; its time "
+    "is the median of the timed ones, with their range. `x keep` "
     "is against the row `keep` of the same call. `moved` is out and in together, in one step. "
-    "`gradients`: bit for bit those of `keep`; compiled rows are compared with compiled ones. "
-    "`bound ms`: no plan within the budget makes forward and backward faster, by the times "
-    "measured; the optimizer is not in it. What the strategies are: [compare.md](compare.md)."
+    "`gradients`: bit for bit those of `keep` in the training steps after the timed ones, under "
+    "deterministic kernels; compiled rows are compared with compiled ones. "
+    "`bound ms`: no plan within the budget makes a step faster, by the times measured. What the "
+    "strategies are: [compare.md](compare.md)."
 )
 LEADS = {"ebbtide": "C3", "compile-budget": "C0", "torch-sac": "C2"}
 """Colours in the picture, by the beginning of a row's name; others are gray."""
@@ -62,7 +63,7 @@ def _write_workload(name: str, result: dict[str, Any]) -> list[str]:
         f"{result['model']}: {result['parameters'] / 1e6:,.0f} M parameters, {result['dtype']}, "
         f"{result['context']} tokens x {result['batch']}, {blocks}. {result['device']}; {facts}; "
         f"{result['date']}. Optimizer: {result['optimizer']}. Loss: {result['loss']}. "
-        f"{result['steps']} counted steps after {result['warm_up_steps']}. Weights, gradients and "
+        f"{result['passes']} timed steps. Weights, gradients and "
         f"optimizer state: {result['state_gib']:.2f} GiB; one copy of the logits: "
         f"{result['logits_gib']:.2f} GiB.",
         "",

@@ -3,12 +3,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from ebbtide.compare.child import (
+    PASSES_BEFORE,
     describe_prediction,
     is_out_of_memory,
     main,
@@ -83,6 +86,27 @@ def test_other_strategies_have_the_bits_of_keep(kept: Row, task: Task, strategy:
     assert (row.grad_equal, row.grad_largest_difference) == (True, 0.0)
     assert (row.loss, row.perplexity_after) == (kept.loss, kept.perplexity_after)
     assert (row.moved_out_bytes, row.disk_bytes) == (0, 0)
+
+
+def test_passes_are_timed_under_other_kernels_and_leave_training_as_it_was(
+    kept: Row, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strict: list[bool] = []
+    forward = LlamaForCausalLM.forward
+
+    def noted(self: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            strict.append(torch.are_deterministic_algorithms_enabled())
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", noted)
+    row = run(replace(task, strategy="ebbtide:recompute", num_passes=3))
+    assert strict == [False] * (PASSES_BEFORE + 3) + [True] * 3
+    assert (len(row.step_ns), len(row.forward_ns)) == (3, 3)
+    assert all(0 < f < s for f, s in zip(row.forward_ns, row.step_ns, strict=True))
+    assert (row.peak_bytes or 0) > 0
+    assert (row.grad_equal, row.loss) == (True, kept.loss)
+    assert row.perplexity_after == kept.perplexity_after
 
 
 def test_an_offloading_plan_moves_bytes_to_disk_and_keeps_the_bits(kept: Row, task: Task) -> None:

@@ -53,6 +53,14 @@ def test_a_budget_is_a_size_a_share_or_auto(budget: str) -> None:
     check_request(replace(GOOD, budget=budget))
 
 
+def test_passes_take_the_place_of_warm_up_steps() -> None:
+    request = replace(GOOD, budget="40GiB", passes=5)
+    assert request.num_warm_up_steps == 1
+    assert "--passes 5" in write_command(request, context=64, steps=1, device="cpu")
+    with pytest.raises(ValueError, match="--passes -1: it must be 0 or more"):
+        check_request(replace(GOOD, passes=-1))
+
+
 def test_a_budget_takes_one_more_warm_up_step() -> None:
     assert GOOD.num_warm_up_steps == 2
     assert replace(GOOD, budget="40GiB").num_warm_up_steps == 4

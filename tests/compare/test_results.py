@@ -28,6 +28,7 @@ FACTS = Facts(
     date="2026-01-01",
     steps=3,
     warm_up_steps=2,
+    passes=0,
     optimizer="AdamW",
     seed=0,
     text="a text",

@@ -16,6 +16,7 @@ def make_task(**changes: object) -> Task:
         "batch": 1,
         "num_counted_steps": 1,
         "num_warm_up_steps": 2,
+        "num_passes": 0,
         "dtype": "float32",
         "device": "cpu",
         "seed": 0,

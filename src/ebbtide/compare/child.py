@@ -30,6 +30,7 @@ from ebbtide.compare.gradients import (
 from ebbtide.compare.loss import chunked_loss
 from ebbtide.compare.meter import (
     AbstractMemoryMeter,
+    Peak,
     StepTimer,
     StepTimes,
     TransferCounter,
@@ -59,6 +60,8 @@ from ebbtide.units import format_bytes
 # Shapes: S steps, W held-out windows, B batch, T tokens.
 
 
+PASSES_BEFORE = 10
+"""Passes before the timed ones: by then a budget's plan was made and corrected once."""
 NOT_DETERMINISTIC = "does not have a deterministic implementation"
 """Part of torch's message where only a kernel is there whose bits vary."""
 
@@ -139,6 +142,7 @@ def _train(
         )
         records: list[StepRecord] = []
         plan: Plan | None = None
+        timed = time_passes(bench, train_SBT[0].to(device)) if task.num_passes else None
         for step, ids_BT in enumerate(train_SBT, start=1):
             say_step(step)
             if step == task.num_warm_up_steps + 1:
@@ -148,12 +152,56 @@ def _train(
                     applied.tide.reset_statistics()
             records.append(take_step(bench, ids_BT.to(device), step))
         row = summarise_steps(bench, records, plan)
+    if timed is not None:
+        row = replace(
+            row,
+            step_ns=tuple(times.step_ns for times in timed.times),
+            forward_ns=tuple(times.forward_ns for times in timed.times),
+            peak_bytes=timed.peak.peak_bytes,
+            reserved_bytes=timed.peak.reserved_bytes,
+        )
     return replace(
         row,
         perplexity_before=perplexity_before,
         perplexity_after=measure_perplexity(model, tokens["held_out"], device),
         note="; ".join(filter(None, (routing, row.note))),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedPasses:
+    """Forward and backward passes under torch's default kernels."""
+
+    times: tuple[StepTimes, ...]
+    peak: Peak
+
+
+def time_passes(bench: Bench, ids_BT: torch.Tensor) -> TimedPasses:
+    """Time passes on one batch with torch's default kernels; the weights stay as they are."""
+    is_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    times: list[StepTimes] = []
+    try:
+        for index in range(PASSES_BEFORE + bench.task.num_passes):
+            if index == PASSES_BEFORE:
+                bench.meter.reset()
+                times.clear()
+            torch.manual_seed(bench.task.seed)
+            timer = StepTimer(bench.device)
+            with bench.meter.watch():
+                timer.begin()
+                with bench.applied.forward():
+                    loss = bench.model(input_ids=ids_BT, labels=ids_BT).loss
+                timer.end_forward()
+                loss.backward()
+                timer.pause()
+            del loss
+            timer.resume()
+            times.append(timer.finish())
+            bench.optimizer.zero_grad(set_to_none=True)
+        return TimedPasses(times=tuple(times), peak=bench.meter.read())
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=is_warn_only)
 
 
 def measure_perplexity(

@@ -73,6 +73,14 @@ def compare(
             "else torch's own, from 2.13 on.",
         ),
     ] = False,
+    passes: Annotated[
+        int,
+        typer.Option(
+            help="Forward and backward passes to time under torch's default kernels, before the "
+            "training steps. 0: the training steps are timed, under deterministic kernels, which "
+            "may take longer."
+        ),
+    ] = 0,
     text: TextOption = None,
     device: DeviceOption = None,
     out: Annotated[
@@ -108,6 +116,7 @@ def compare(
             budget=budget,
             is_compiled=compile,
             has_chunked_loss=chunked_loss,
+            passes=passes,
         )
         check_request(request)
     except ValueError as error:

@@ -115,6 +115,7 @@ def run_strategy(
         batch=setup.facts.batch,
         num_counted_steps=setup.facts.steps,
         num_warm_up_steps=setup.facts.warm_up_steps,
+        num_passes=setup.facts.passes,
         dtype=setup.facts.dtype,
         device=str(setup.device),
         seed=setup.facts.seed,

@@ -146,6 +146,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
             steps=num_counted_steps,
             warm_up_steps=request.num_warm_up_steps,
+            passes=request.passes,
             optimizer=describe_optimizer(optimizer),
             seed=request.seed,
             text=text.name,

@@ -51,10 +51,15 @@ class CompareRequest:
     """Compile each block, where the strategy supports that. Cost: a minute of the first step."""
     has_chunked_loss: bool = False
     """Compute the loss in chunks, under every strategy alike."""
+    passes: int = 0
+    """Forward and backward passes to time under torch's default kernels; 0: the training steps
+    are timed. Cost: one pass each, and ten before them."""
 
     @property
     def num_warm_up_steps(self) -> int:
         """Optimizer steps before the counted ones; the same for every strategy."""
+        if self.passes:
+            return 1  # nothing of these steps is timed
         return WARM_UP_STEPS if self.budget is None else BUDGET_WARM_UP_STEPS
 
 
@@ -68,6 +73,7 @@ def check_request(request: CompareRequest) -> None:
     _check_at_least("--context", request.context, 2)
     _check_at_least("--batch", request.batch, 1)
     _check_at_least("--steps", request.steps, 1)
+    _check_at_least("--passes", request.passes, 0)
     _check_at_least("--seed", request.seed, 0)
     if request.budget is not None:
         _check_budget(request.budget)
@@ -90,6 +96,7 @@ def write_command(request: CompareRequest, *, context: int, steps: int, device: 
     arguments += [] if request.disk is None else ["--disk", request.disk]
     arguments += [] if request.text is None else ["--text", str(request.text)]
     arguments += ["--compile"] if request.is_compiled else []
+    arguments += ["--passes", str(request.passes)] if request.passes else []
     arguments += ["--chunked-loss"] if request.has_chunked_loss else []
     return shlex.join([*arguments, "--device", device, "--seed", str(request.seed)])
 

@@ -89,6 +89,9 @@ class Facts:
     """Counted steps behind each median."""
     warm_up_steps: int
     """Optimizer steps taken before the counted ones."""
+    passes: int
+    """Forward and backward passes behind each time, under torch's default kernels; 0: the steps
+    were timed."""
     optimizer: str
     """Which optimizer, with its learning rate."""
     seed: int

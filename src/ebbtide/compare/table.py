@@ -130,9 +130,19 @@ def list_meanings(comparison: Comparison) -> tuple[str, ...]:
     """Return one sentence for each thing in the table that a name cannot say."""
     facts = comparison.facts
     steps = "1 step" if facts.steps == 1 else f"median of {facts.steps} steps"
+    num_before = facts.warm_up_steps
+    warm_up = f"{num_before} warm-up step{'' if num_before == 1 else 's'}"
+    trained = f"{steps} after {warm_up}, with deterministic algorithms"
+    timed = f"step and forward: {trained}; the optimizer is {facts.optimizer}."
+    if facts.passes:
+        passes = "1 pass" if facts.passes == 1 else f"median of {facts.passes} passes"
+        timed = (
+            f"step, forward and memory: {passes} of forward and backward before training, with "
+            f"torch's default kernels and no optimizer step. All else: {trained}; the optimizer "
+            f"is {facts.optimizer}."
+        )
     meanings = [
-        f"step and forward: {steps} after {facts.warm_up_steps} warm-up steps, with deterministic "
-        f"algorithms; the optimizer is {facts.optimizer}.",
+        timed,
         f"memory: {facts.memory_meaning}. Weights, gradients and optimizer state alone are "
         f"{to_gib(facts.state_bytes):.2f} GiB, below which no strategy here can go; one copy of "
         f"the logits is {to_gib(facts.logits_bytes):.2f} GiB, {_write_copies(facts)}.",

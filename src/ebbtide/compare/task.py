@@ -59,6 +59,8 @@ class Task:
     """Steps after warm-up."""
     num_warm_up_steps: int
     """Steps before the counted ones."""
+    num_passes: int
+    """Passes to time under torch's default kernels; 0: the steps are timed."""
     dtype: str
     """Name of the torch type of the model."""
     device: str
