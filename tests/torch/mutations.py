@@ -30,6 +30,7 @@ TESTS = tuple(
         "test_rules",
         "test_anchors",
         "test_script",
+        "test_parameters",
     )
 )
 # The small model and one schedule are enough, and ten times as fast as all.
@@ -37,7 +38,7 @@ CHOSEN = "not llama and not (every_schedule and (eager or random))"
 MAX_DEAD = 3
 TIMEOUT_S = 600
 
-ANOTHER_INPUT = 'role, name = Role.INPUT, self._unique(f"{self.record.block}:input")'
+ANOTHER_INPUT = "return Role.INPUT, self._input_name"
 CACHED = 'stream = self.__dict__.setdefault("_cached", self._device.current_stream())'
 ASKED = "stream = self._device.current_stream()  # design rule 6"
 
@@ -133,10 +134,10 @@ MUTATIONS = (
              "offset = self.offset % (ALIGNMENT_BYTES // self.dtype.itemsize)",
              "offset = 0"),
     Mutation(3, "parameters move", "tape.py",
-             'role, name = Role.PARAMETER, "parameter"',
+             'return Role.PARAMETER, "parameter"',
              ANOTHER_INPUT),
     Mutation(3, "shared tables move", "tape.py",
-             'role, name = Role.SHARED, "shared"',
+             'return Role.SHARED, "shared"',
              ANOTHER_INPUT),
     Mutation(3, "identity is an address", "identity.py",
              "return storage_address(tensor.untyped_storage())",
@@ -168,6 +169,9 @@ MUTATIONS = (
     Mutation(3, "recipes start from small buffers themselves", "tape.py",
              "and self._may_be_written(node, tensor):",
              "and False:"),
+    Mutation(3, "a parameter is known by a storage that it stood on before", "parameters.py",
+             "return tensor if tensor is not None and storage_key(tensor) == key else None",
+             "return tensor"),
     Mutation(11, "a script takes over other numbers", "tape.py",
              "return not isinstance(given, Tensor) and is_same_number(known, given)",
              "return True"),
@@ -178,11 +182,11 @@ MUTATIONS = (
              "return node if node.index == index else None",
              "return self.record.nodes[index]"),
     Mutation(11, "a script takes over other layouts", "tape.py",
-             "if not known.layout.is_of(given):",
+             "if not layout.is_of(tensor):",
              "if False:"),
     Mutation(11, "a script takes over other operators", "tape.py",
-             "if step is not None and step.func is func:",
-             "if step is not None:"),
+             "if step.func is func:",
+             "if step.func is not None:"),
     Mutation(4, "handles are kept in a global list", "tape.py",
              "node.num_packs += 1",
              "node.num_packs += 1\n"
