@@ -577,3 +577,27 @@ def test_a_batch_of_another_shape_compiles_no_more_often_than_without(tmp_path: 
         assert differences(run(model), wanted) == []
         assert tide.statistics().moved_out_bytes > 3 * NUM_SAVED_BYTES
     assert compilations() == alone
+
+
+def test_hooks_of_blocks_and_of_what_is_in_them_run_whenever_they_came() -> None:
+    """Dynamo guards on no hook: code that was compiled without one would serve all blocks."""
+
+    def hook(factor: float) -> Callable[..., Tensor]:
+        return lambda module, args, output: output * factor
+
+    models = [seeded(lambda: Stack(Gated)) for _ in range(2)]
+    for model in models:
+        model.get_submodule("blocks.2").register_forward_hook(hook(1.5))
+    with attach(models[0], "recompute", compile="aot_eager"):
+        for index in range(6):
+            losses: list[Tensor] = []
+            for model in models:
+                if index == 3:
+                    model.get_submodule("blocks.0.up").register_forward_hook(hook(1.25))
+                torch.manual_seed(index)
+                losses.append(feature_step(model, index))
+            assert torch.equal(*losses)
+            pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+            for left, right in pairs:
+                assert left.grad is not None and right.grad is not None
+                assert torch.equal(left.grad, right.grad)

@@ -398,6 +398,42 @@ def test_a_compiled_function_inside_a_block_still_runs_compiled(plan: str, tmp_p
     assert differences(trace, plain) == []
 
 
+class WritesToSaved(torch.autograd.Function):
+    """Its backward writes to what it saved: legal where nobody else saved that."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        ctx.save_for_backward(h)
+        return h * 3.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (h,) = ctx.saved_tensors
+        h.mul_(5.0)
+        return gradients[0] * h
+
+
+@pytest.mark.parametrize("plan", ["recompute", "offload-inputs", "offload"])
+def test_a_backward_may_write_to_what_it_saved(plan: str, tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = 0.1 * self.first(x)
+            wave = torch.exp(h)  # made again behind the one that writes
+            scaled: Any = WritesToSaved.apply(h)
+            return x + wave + scaled
+
+    build = lambda: Stack(Twice)  # noqa: E731
+    plain = train(seeded(build), feature_step)
+    model = seeded(build)
+    with attach_here(model, plan, tmp_path) as tide:
+        assert differences(train_attached(tide, model, feature_step), plain) == []
+        assert_plan_was_run(tide)
+
+
 @ignore_grad_attribute
 def test_no_code_of_ours_is_compiled_where_a_compiled_function_breaks(tmp_path: Path) -> None:
     """Between the two graphs the compiler looks at every Python function that runs."""

@@ -24,6 +24,7 @@ from ebbtide.torch.internals import (
     alias_of,
     has_ended,
     is_plain,
+    never_compile,
     pause_dispatch,
     pop_pack_hook,
 )
@@ -187,3 +188,7 @@ class SavedSet:
             self._num_saved += 1
             local = f":saved.{self._num_saved}"
         return Role.COMPUTED, self._numbers.unique(f"{block}{local}"), OpKind.OPAQUE, COMPILED_OP
+
+
+# A block that breaks into several graphs packs while the compiler looks on.
+never_compile(SavedSet.pack)

@@ -141,6 +141,41 @@ def current_autograd_node() -> int:
     return -1 if node is None else node._sequence_nr()
 
 
+def is_in_custom_backward() -> bool:
+    """Return whether the backward of a custom `autograd.Function` runs in this thread."""
+    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.FunctionCtx)
+
+
+class SameHook:
+    """A hook as a key: equal to itself alone, whatever its class says."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameHook) and other._hook is self._hook
+
+    def __hash__(self) -> int:
+        return id(self._hook)
+
+
+def hooks_in(block: nn.Module) -> tuple[tuple[str, str, SameHook], ...]:
+    """Return every hook of a module and of those in it, by module path and table."""
+    return tuple(
+        (path, table, SameHook(hook))
+        for path, module in block.named_modules()
+        for table in _HOOK_TABLES
+        for hook in module.__dict__[table].values()
+    )
+
+
+_HOOK_TABLES = (
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward pass that runs now has ended."""
     engine: Any = torch.autograd.Variable._execution_engine

@@ -19,8 +19,8 @@ from ebbtide.errors import RuntimeStateError
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.graphs import GraphFacts
-from ebbtide.torch.identity import Layout, bytes_of, have_equal_bits
-from ebbtide.torch.internals import pause_autocast
+from ebbtide.torch.identity import Layout, bytes_of, clone_storage, have_equal_bits
+from ebbtide.torch.internals import is_in_custom_backward, pause_autocast
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
 from ebbtide.workload import OpKind
 
@@ -363,6 +363,9 @@ class Record:
                 )
             owner = self._storage_of(node)
             tensor = layout.over(owner if alias is None or node.is_copy else alias)
+            if node.num_left > 1 and alias is None and is_in_custom_backward():
+                # It may write to what it saved, and the bytes are needed again.
+                tensor = clone_storage(tensor)
         self._use(node)
         return tensor
 

@@ -796,6 +796,7 @@ class Tape(TorchDispatchMode):
 
 
 never_compile(Tape.__torch_dispatch__)
+never_compile(Tape.pack)
 
 
 class _Alias:

@@ -21,6 +21,7 @@ from ebbtide.torch.internals import (
     compile_by_inductor,
     compile_to_eager,
     compiled_call_of,
+    hooks_in,
     new_block_call,
     set_compiled_call,
 )
@@ -51,7 +52,10 @@ class BlockCall:
         assert block is not None, "bug in ebbtide: a block is called that is gone"
         # Without gradients there is nothing to save, so one variant serves.
         variant = self._variant if torch.is_grad_enabled() else MINIMAL
-        return compiled_call(self._backend, variant, type(block))(block, args, kwargs)
+        # Dynamo does not guard on hooks: without the key, blocks with other hooks would be served
+        # by code that has none.
+        call = compiled_call(self._backend, variant, type(block), hooks_in(block))
+        return call(block, args, kwargs)
 
     def take_plan(self, plan: Plan, block: Block) -> None:
         """Run the variant for a plan from the next call on; it is compiled then.
@@ -102,8 +106,10 @@ class Compilation:
 
 
 @cache
-def compiled_call(backend: str, variant: Variant, kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return the compiled call of blocks of one class in one variant."""
+def compiled_call(
+    backend: str, variant: Variant, kind: type[nn.Module], hooks: tuple[Any, ...]
+) -> Callable[..., Any]:
+    """Return the compiled call of blocks of one class, with the same hooks, in one variant."""
     own = new_block_call(f"call_{kind.__name__}")
     return torch.compile(own, backend=_backend_of(backend, variant))
 
