@@ -601,3 +601,34 @@ def test_hooks_of_blocks_and_of_what_is_in_them_run_whenever_they_came() -> None
             for left, right in pairs:
                 assert left.grad is not None and right.grad is not None
                 assert torch.equal(left.grad, right.grad)
+
+
+class Stumbling(nn.Module):
+    """A block that raises in one step: dynamo leaves its frames to Python then, and looks on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.has_stumbled = False
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        h_BTD = self.first(x_BTD).sin()
+        if self.has_stumbled:
+            raise ValueError("a bad batch")
+        return x_BTD + h_BTD
+
+
+def test_what_python_runs_in_a_compiled_block_is_packed_outside_of_the_compiler() -> None:
+    model = seeded(lambda: Stack(Stumbling))
+    seen: list[str] = []
+    with attach(model, "recompute", compile="aot_eager"):
+        for index in range(6):
+            for block in model.get_submodule("blocks").children():
+                assert isinstance(block, Stumbling)
+                block.has_stumbled = index == 3
+            try:
+                feature_step(model, index)
+                seen.append("")
+            except ValueError as error:
+                seen.append(str(error))
+    assert seen == ["", "", "", "a bad batch", "", ""]
