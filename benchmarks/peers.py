@@ -42,7 +42,7 @@ EAGER = (
 )
 COMPILED = (
     *("keep", "checkpoint", "compile-budget:0", "compile-budget:0.25", "compile-budget:0.5"),
-    *("torch-sac:op", "torch-sac:2", "trl"),
+    *("torch-sac:op", "torch-sac:2", "trl", "ebbtide:balanced", "ebbtide:offload"),
 )
 BUDGETS = {
     "ebbtide 1.05 x checkpoint": ("checkpoint", 1.05),

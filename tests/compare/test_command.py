@@ -1,7 +1,7 @@
 """`ebbtide compare` from the command line: what it prints, writes and refuses."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -239,4 +239,7 @@ def test_only_our_own_failures_or_nothing_at_all_fail_the_run() -> None:
     assert fails(KEEP, Row(strategy="ebbtide", status=Status.ERROR))
     assert not fails(KEEP, Row(strategy="ebbtide", status=Status.OOM))
     assert fails(KEEP, unequal)
+    compiled = Comparison(facts=replace(FACTS, is_compiled=True), rows=(KEEP, unequal))
+    assert not has_failed(compiled), "code that is compiled to recompute rounds elsewhere"
+    assert has_failed(replace(compiled, rows=(KEEP, our_error)))
     assert fails(TRL, peer_error)

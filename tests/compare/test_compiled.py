@@ -1,13 +1,15 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config
 
-from ebbtide.compare import compiled
+from ebbtide.compare import compiled, strategies
 from ebbtide.compare.compiled import compiled_blocks
 from ebbtide.compare.results import Status
 from ebbtide.compare.strategies import make_strategy
+from ebbtide.torch import attach
 from tests.compare.test_selective import CPU, IDS, list_gradients, make_model
 
 # torch's compiler warns of its own code, and its guards do not hold where warnings are errors.
@@ -77,12 +79,40 @@ def test_blocks_are_eager_again_afterwards() -> None:
     assert block._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("name", ["ebbtide", "ebbtide:balanced", "ebbtide:keep"])
-def test_plans_of_ours_do_not_apply_to_compiled_blocks(name: str) -> None:
-    strategy = make_strategy(name, host=None, disk=None, budget="1GiB", is_compiled=True)
+@pytest.mark.parametrize("plan", ["recompute", "balanced"])
+def test_plans_of_ours_compile_the_blocks_themselves(
+    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def attach_quickly(model: Any, *, compile: bool, **options: Any) -> Any:
+        asked.append(compile)
+        return attach(model, compile="aot_eager", min_bytes=1, **options)
+
+    monkeypatch.setattr(strategies, "attach", attach_quickly)
+    gradients: list[list[torch.Tensor]] = []
+    moved_bytes: list[int] = []
+    for name in ("ebbtide:keep", f"ebbtide:{plan}"):
+        model = make_model()
+        strategy = make_strategy(name, host=None, disk=f"{tmp_path}:64MiB", is_compiled=True)
+        assert strategy.find_refusal(CPU) is None
+        with strategy.apply(model, CPU) as applied:
+            for _ in range(3):
+                model.zero_grad()
+                model(input_ids=IDS, labels=IDS).loss.backward()
+        gradients.append(list_gradients(model))
+        assert applied.tide is not None
+        moved_bytes.append(applied.tide.statistics().moved_out_bytes)
+    assert asked == [True, True]
+    assert [bool(moved) for moved in moved_bytes] == [False, plan == "balanced"]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_a_budget_does_not_apply_to_compiled_blocks() -> None:
+    strategy = make_strategy("ebbtide", host=None, disk=None, budget="1GiB", is_compiled=True)
     refusal = strategy.find_refusal(CPU)
     assert refusal is not None
     assert (refusal.status, refusal.reason) == (
         Status.NOT_APPLICABLE,
-        "ebbtide's plans take no compiled blocks yet; without --compile it runs",
+        "ebbtide takes no budget for compiled blocks yet; without --compile it runs",
     )

@@ -35,9 +35,9 @@ from ebbtide.torch import attach
 # These plans move nothing, so a CPU run gives them no disk.
 PLANS_WITHOUT_TRAFFIC = frozenset({"keep", "recompute"})
 
-NOT_COMPILED_YET = Refusal(
+NO_COMPILED_BUDGET = Refusal(
     status=Status.NOT_APPLICABLE,
-    reason="ebbtide's plans take no compiled blocks yet; without --compile it runs",
+    reason="ebbtide takes no budget for compiled blocks yet; without --compile it runs",
 )
 
 
@@ -131,11 +131,17 @@ class TrlOffload(AbstractStrategy):
 class EbbtidePlan(AbstractStrategy):
     """One of ebbtide's named plans."""
 
-    def __init__(self, plan: str, *, host: str | None, disk: str | None) -> None:
-        """Take the plan's name and the `host` and `disk` that `ebbtide.torch.attach` takes."""
+    def __init__(
+        self, plan: str, *, host: str | None, disk: str | None, is_compiled: bool = False
+    ) -> None:
+        """Take the plan's name and the `host` and `disk` that `ebbtide.torch.attach` takes.
+
+        `is_compiled`: ebbtide compiles the blocks, with what the plan recomputes.
+        """
         self._plan = plan
         self._host = host
         self._disk = disk
+        self._is_compiled = is_compiled
 
     def find_refusal(self, device: torch.device) -> Refusal | None:
         return None
@@ -148,6 +154,7 @@ class EbbtidePlan(AbstractStrategy):
             plan=self._plan,
             host=self._host if is_moving else None,
             disk=self._disk if is_moving else None,
+            compile=self._is_compiled,
         ) as tide:
             yield Applied(tide=tide)
 
@@ -186,14 +193,13 @@ def make_strategy(
         host: Most host memory that ebbtide's plans may take, or `None` for its default.
         disk: `PATH:CAP` for ebbtide's plans, or `None` for no disk.
         budget: Most device memory; only the strategy `ebbtide` takes it, and it needs one.
-        is_compiled: Compile each block, under peers' strategies too.
+        is_compiled: Compile each block, under every strategy that supports it.
 
     Raises:
         ValueError: The strategy `ebbtide` was given no budget.
     """
     if is_ours(name):
-        ours = _make_ours(name, host=host, disk=disk, budget=budget)
-        return NotCompiled(NOT_COMPILED_YET) if is_compiled else ours
+        return _make_ours(name, host=host, disk=disk, budget=budget, is_compiled=is_compiled)
     peer = _make_peer(name)
     # Those with a budget of torch's own compile by themselves.
     if runs_compiled(name, is_compiled=is_compiled) and not isinstance(peer, CompileBudget):
@@ -202,12 +208,15 @@ def make_strategy(
 
 
 def _make_ours(
-    name: str, *, host: str | None, disk: str | None, budget: str | None
+    name: str, *, host: str | None, disk: str | None, budget: str | None, is_compiled: bool
 ) -> AbstractStrategy:
     if name != BUDGET_STRATEGY:
-        return EbbtidePlan(name.removeprefix(EBBTIDE_PREFIX), host=host, disk=disk)
+        plan = name.removeprefix(EBBTIDE_PREFIX)
+        return EbbtidePlan(plan, host=host, disk=disk, is_compiled=is_compiled)
     if budget is None:
         raise ValueError(f"the strategy {name} needs a budget, such as 40GiB")
+    if is_compiled:
+        return NotCompiled(NO_COMPILED_BUDGET)
     return EbbtideBudget(budget, host=host, disk=disk)
 
 

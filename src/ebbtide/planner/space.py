@@ -8,7 +8,7 @@ at once.
 from dataclasses import dataclass
 
 from ebbtide.machine import Machine
-from ebbtide.plan import Decision
+from ebbtide.plan import MOVED
 from ebbtide.planner.caps import Caps
 from ebbtide.planner.chain import BlockClass, Chain
 from ebbtide.planner.estimate import Estimator, Floats, Ints, Tables, join, tabulate
@@ -78,8 +78,7 @@ class Space:
 
 def _states(block: BlockClass, option: Option, step: int, min_bytes: int) -> list[State]:
     program = make_program(block, option)
-    away = frozenset({Decision.HOST, Decision.DISK})
-    always = [i for i in program.first_need if block.pins[i] in away and block.num_bytes[i]]
+    always = [i for i in program.first_need if block.pins[i] in MOVED and block.num_bytes[i]]
     # What backward needs last is away longest: it goes first.
     order = sorted(
         (

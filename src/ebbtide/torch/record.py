@@ -362,10 +362,10 @@ class Record:
                     MUTATED.format(name=node.name, saved=handle.version, now=alias._version)
                 )
             owner = self._storage_of(node)
-            tensor = layout.over(owner if alias is None or node.is_copy else alias)
             if node.num_left > 1 and alias is None and is_in_custom_backward():
                 # It may write to what it saved, and the bytes are needed again.
-                tensor = clone_storage(tensor)
+                owner = clone_storage(owner)
+            tensor = layout.over(owner if alias is None or node.is_copy else alias)
         self._use(node)
         return tensor
 

@@ -555,7 +555,7 @@ class Tape(TorchDispatchMode):
             if self.is_over:
                 return self._pack_after_end(tensor)
             self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
-            return _Alias(alias_of(tensor), tensor._version)
+            return leave_alone(tensor)
         self._held_id = 0
         script = self._script
         if script is not None:
@@ -573,7 +573,7 @@ class Tape(TorchDispatchMode):
             if self.is_over:
                 return self._pack_after_end(tensor)
             if not is_ours:
-                return _Alias(alias_of(tensor), tensor._version)
+                return leave_alone(tensor)
             node, layout = self._node_of(tensor), Layout.of(tensor)
             if self.trace is not None:
                 self.trace.packs.append((node.index, layout))
@@ -589,7 +589,7 @@ class Tape(TorchDispatchMode):
         return handle
 
     def _pack_after_end(self, tensor: Tensor) -> _Alias:
-        packed = _Alias(alias_of(tensor), tensor._version)
+        packed = leave_alone(tensor)
         self.take_off()
         if self._note_over is not None:
             self._note_over()
