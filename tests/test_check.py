@@ -293,6 +293,60 @@ def test_a_replay_holds_no_more_gradients_than_are_alive_before_its_event() -> N
     assert peak(report) == (103 + 10 + 20 + 4 + 30, "backward of b, event 1")
 
 
+def with_gradients(block: Block, *gradient_bytes: int) -> Block:
+    events = zip(block.backward, gradient_bytes, strict=True)
+    return replace(block, backward=tuple(replace(e, gradient_bytes=size) for e, size in events))
+
+
+def step_with_gradients(*blocks: Block, turn: int = 0, ends: int = 0, **others: int) -> Workload:
+    workload = a_step(*blocks, **others)
+    assert workload.outside is not None
+    outside = replace(workload.outside, turn_gradient_bytes=turn, ends_gradient_bytes=ends)
+    return replace(workload, outside=outside)
+
+
+def test_gradients_that_backward_makes_are_not_there_in_forward_and_the_turn() -> None:
+    block = with_gradients(one_block(4, 4, 4), 500, 500, 500)
+    # In the last event those of the first two are there: 103 + 38 + 1000 + 4.
+    report = sound(step_with_gradients(block, turn_bytes=1900), ALL_KEPT)
+    assert peak(report) == (103 + 38 + 1900, "the turn")
+    # After it, all.
+    report = sound(step_with_gradients(block), ALL_KEPT)
+    assert peak(report) == (100 + 1500, "the ends of the step")
+    assert report.holders == (("gradients that backward made", 1500), ("resident", 100))
+
+
+def test_what_events_and_the_turn_leave_is_held_until_the_end() -> None:
+    first = with_gradients(a_block("a", (made("a.x", 10),), event(50, "a.x")), 7)
+    second = with_gradients(a_block("b", (made("b.x", 40),), event(48, "b.x")), 30)
+    decisions = {"a.x": KEEP, "b.x": KEEP}
+    # In its own event a gradient is in held_bytes: b's event holds 103 + 50 + 48 + 5.
+    report = sound(step_with_gradients(first, second, turn=5), decisions)
+    assert peak(report) == (103 + 50 + 48 + 5, "backward of b, event 0")
+    larger = with_gradients(second, 60)
+    report = sound(step_with_gradients(first, larger, turn=5), decisions)
+    assert peak(report) == (103 + 10 + 50 + 65, "backward of a, event 0")
+    assert ("gradients that backward made", 65) in report.holders
+    report = sound(step_with_gradients(first, larger, turn=5, ends=90, ends_bytes=1), decisions)
+    assert peak(report) == (100 + 67 + 5 + 90 + 1, "the ends of the step")
+
+
+def test_a_replay_holds_the_gradients_that_its_block_has_left() -> None:
+    before = (event(5, "x"), event(30, "lse"), event(0, "out"))
+    block = with_gradients(replace(attention_block(30), backward=before), 4, 9, 0)
+    # Event 0 holds 5, of which 4 stay; event 1 then holds lse 4, out 20 and 4 + 30.
+    report = sound(step_with_gradients(block), {"x": KEEP, "out": RECOMPUTE, "lse": RECOMPUTE})
+    assert peak(report) == (103 + 10 + 20 + 4 + 4 + 30, "backward of b, event 1")
+    # It replays with what both events hold, the first one's gradients in event 0 being its own:
+    # the smaller of 50 and 4 + 48, beside x, out and both outputs of the call.
+    before = (event(50, "x"), event(48, "lse"), event(0, "out"))
+    block = with_gradients(replace(attention_block(30), backward=before), 4, 0, 0)
+    wide = tuple(replace(a, num_bytes=40) if a.name == "lse" else a for a in block.activations)
+    workload = step_with_gradients(replace(block, activations=wide))
+    report = sound(workload, {"x": KEEP, "out": KEEP, "lse": RECOMPUTE})
+    assert peak(report) == (103 + 30 + 60 + 50, "backward of b, event 1, making out again")
+
+
 def test_what_forward_still_reads_is_not_gone_when_it_is_let_go() -> None:
     # x 10 and out 20 are evicted, and let go before y is made, which reads out: both are there.
     block = attention_block(0)
@@ -757,7 +811,7 @@ def test_the_peak_of_keeping_everything_is_a_sum(made: tuple[Workload, Plan]) ->
     outside = workload.outside
     assert outside is not None
     through = outside.resident_bytes + outside.constant_bytes
-    held = [outside.resident_bytes + outside.ends_bytes]
+    held = [outside.resident_bytes + workload.gradient_bytes + outside.ends_bytes]
     kept = 0
     blocks_kept: list[int] = []
     for block in workload.blocks:
@@ -765,7 +819,10 @@ def test_the_peak_of_keeping_everything_is_a_sum(made: tuple[Workload, Plan]) ->
         blocks_kept.append(kept)
         held.append(through + kept + block.workspace_bytes)
     held.append(through + kept + outside.turn_bytes)
-    for block, kept in zip(workload.blocks, blocks_kept, strict=True):
-        held += [through + kept + event.held_bytes for event in block.backward]
+    gradients = outside.turn_gradient_bytes
+    for block, kept in reversed([*zip(workload.blocks, blocks_kept, strict=True)]):
+        for event in block.backward:
+            held.append(through + kept + gradients + event.held_bytes)
+            gradients += event.gradient_bytes
     plan = a_plan(workload, everything_kept(workload))
     assert check_plan(plan, workload, MACHINE).peak_bytes == max(held)

@@ -87,7 +87,7 @@ def test_json_form_reads_back_equal_and_writes_the_same_bytes() -> None:
 
 def test_json_form_names_its_format_version_and_kinds() -> None:
     form = json.loads(a_workload().to_json())
-    assert (form["format"], form["version"], form["model"]) == ("ebbtide-workload", 2, "Model")
+    assert (form["format"], form["version"], form["model"]) == ("ebbtide-workload", 3, "Model")
     assert up_projection(form) == {
         "name": ".up",
         "op": "aten.mm",
@@ -144,11 +144,11 @@ def test_another_format_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("version", [3, 0, "1", True, None])
+@pytest.mark.parametrize("version", [4, 0, "1", True, None])
 def test_another_version_is_refused(version: object) -> None:
     message = message_of(form_with(lambda form: form.update(version=version)))
     assert message == (
-        f"the file's version is {version!r}; this ebbtide reads versions 1 to 2 of "
+        f"the file's version is {version!r}; this ebbtide reads versions 1 to 3 of "
         "'ebbtide-workload' only. Write the file again with this ebbtide."
     )
 
@@ -506,6 +506,7 @@ def test_a_class_that_is_not_there_is_refused(index: int) -> None:
         ),
         (lambda form: event(form).update(compute_ns=-5), "a backward event", "compute_ns"),
         (lambda form: event(form).update(held_bytes=-5), "a backward event", "held_bytes"),
+        (lambda form: event(form).update(gradient_bytes=-5), "a backward event", "gradient_bytes"),
         (lambda form: form["outside"].update(resident_bytes=-5), "outside", "resident_bytes"),
         (lambda form: form["outside"].update(turn_bytes=-5), "outside", "turn_bytes"),
         (lambda form: form["outside"].update(turn_ns=-5), "outside", "turn_ns"),
@@ -544,11 +545,86 @@ def event(form: dict[str, Any]) -> dict[str, Any]:
         (lambda form: first_class(form).update(name="x"), "classes[0]: unknown field 'name';"),
         (lambda form: first_class(form).pop("rest_ns"), "classes[0] has no field 'rest_ns'; it"),
         (lambda form: up(form).pop("make_ns"), "classes[0].activations[3] has no field 'make_ns'"),
+        (lambda form: event(form).pop("gradient_bytes"), "classes[0].backward[0] has no field"),
         (lambda form: event(form).pop("uses"), "classes[0].backward[0] has no field 'uses'; it"),
         (lambda form: event(form).update(use=[]), "classes[0].backward[0]: unknown field 'use';"),
     ],
 )
-def test_a_missing_or_unknown_field_of_version_2_is_refused(
+def test_a_missing_or_unknown_field_is_refused(
     change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     assert message_of(timed_form_with(change)).startswith(message)
+
+
+# -- gradients that a step makes -------------------------------------------------------------------
+
+
+def a_workload_with_gradients() -> Workload:
+    outside = replace(OUTSIDE, turn_gradient_bytes=500, ends_gradient_bytes=60)
+    blocks = tuple(
+        replace(
+            a_timed_block(name),
+            backward=tuple(
+                replace(event, gradient_bytes=size)
+                for event, size in zip(a_timed_block(name).backward, (7, 20), strict=True)
+            ),
+        )
+        for name in ("layers.0", "layers.1")
+    )
+    return Workload(model="Model", blocks=blocks, outside=outside)
+
+
+def test_gradients_that_a_step_makes_are_written_and_read() -> None:
+    workload = a_workload_with_gradients()
+    assert workload.gradient_bytes == 2 * (7 + 20) + 500 + 60
+    assert replace(workload, outside=None).gradient_bytes == 2 * (7 + 20)
+    assert Workload.from_json(workload.to_json()) == workload
+
+
+def test_gradients_may_be_there_before_the_step() -> None:
+    workload = a_workload_with_gradients()
+    resident = workload.with_gradients_resident()
+    assert resident.gradient_bytes == 0
+    assert resident.outside == replace(OUTSIDE, resident_bytes=OUTSIDE.resident_bytes + 614)
+    assert resident.blocks == (a_timed_block("layers.0"), a_timed_block("layers.1"))
+    assert resident.with_gradients_resident() is resident
+    without = replace(workload, outside=None)
+    assert without.with_gradients_resident() is without
+
+
+def version_2_form() -> dict[str, Any]:
+    form = json.loads(a_workload_with_gradients().to_json())
+    form["version"] = 2
+    for name in ("turn_gradient_bytes", "ends_gradient_bytes"):
+        del form["outside"][name]
+    for read in first_class(form)["backward"]:
+        del read["gradient_bytes"]
+    return form
+
+
+def test_in_a_file_of_version_2_all_gradients_are_resident() -> None:
+    workload = Workload.from_json(json.dumps(version_2_form()))
+    blocks = (a_timed_block("layers.0"), a_timed_block("layers.1"))
+    assert workload == Workload(model="Model", blocks=blocks, outside=OUTSIDE)
+    assert json.loads(workload.to_json())["version"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda form: event(form).update(gradient_bytes=1),
+            "classes[0].backward[0]: unknown field 'gradient_bytes'",
+        ),
+        (
+            lambda form: form["outside"].update(turn_gradient_bytes=1),
+            "outside: unknown field 'turn_gradient_bytes'",
+        ),
+    ],
+)
+def test_a_file_of_version_2_has_the_fields_of_version_2_only(
+    change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    form = version_2_form()
+    change(form)
+    assert message_of(json.dumps(form)).startswith(message)

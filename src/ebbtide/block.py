@@ -94,11 +94,16 @@ class BackwardEvent:
     """Time from then to the next event, without what recomputation takes."""
     held_bytes: int
     """Most bytes of gradients, the incoming one too, and of workspaces held in that time.
-    Activations, recomputed ones too, and the gradients of parameters are not counted."""
+    Activations, recomputed ones too, are not counted, nor the parameters' gradients that were
+    there before; those that this event makes are."""
+    gradient_bytes: int = 0
+    """Gradients of parameters that the event leaves until the step ends, and that were not there
+    before the step."""
 
     def __post_init__(self) -> None:
         refuse_negative(self.compute_ns, "a backward event", "compute_ns")
         refuse_negative(self.held_bytes, "a backward event", "held_bytes")
+        refuse_negative(self.gradient_bytes, "a backward event", "gradient_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +166,11 @@ class Block:
     def backward_ns(self) -> int:
         """Time of the backward pass when nothing is recomputed or waited for."""
         return sum(event.compute_ns for event in self.backward)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients of parameters that the backward pass makes, and that were not there before."""
+        return sum(event.gradient_bytes for event in self.backward)
 
     def _refuse_marked_names(self, activation: Activation) -> None:
         # Below a block without a name no name is shortened, so there nothing is ambiguous.

@@ -377,6 +377,7 @@ class _Moment:
     constant_bytes: int = 0
     ends_bytes: int = 0
     turn_bytes: int = 0
+    gradient_bytes: int = 0
     kept_bytes: int = 0
     leaving_bytes: int = 0
     passing_bytes: int = 0
@@ -396,6 +397,7 @@ class _Moment:
             ("constant", self.constant_bytes),
             ("ends (such as the optimizer's)", self.ends_bytes),
             ("turn (logits and loss)", self.turn_bytes),
+            ("gradients that backward made", self.gradient_bytes),
             ("kept", self.kept_bytes),
             ("leaving", self.leaving_bytes),
             ("forward only", self.passing_bytes),
@@ -428,9 +430,11 @@ class _Pool:
 
 
 def _moments(plan: Plan, step: _Step, outside: Outside) -> Sequence[_Moment]:
+    made_bytes = sum(event.gradient_bytes for part in step.blocks for event in part.block.backward)
     ends = _Moment(
         name="the ends of the step",
         resident_bytes=outside.resident_bytes,
+        gradient_bytes=outside.turn_gradient_bytes + made_bytes + outside.ends_gradient_bytes,
         ends_bytes=outside.ends_bytes,
     )
     return [ends, *_forward_and_turn(plan, step, outside), *_backward(plan, step, outside)]
@@ -506,8 +510,10 @@ def _backward(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Moment]:
     for name in step.kept:
         kept.add(name)
     number = 0
+    gradient_bytes = outside.turn_gradient_bytes
     for part in reversed(step.blocks):
-        last_held_bytes = max((event.held_bytes for event in part.block.backward), default=0)
+        own_bytes = 0
+        last_held_bytes: int | None = None
         for index, (event, uses) in enumerate(zip(part.block.backward, part.uses, strict=True)):
             where = f"backward of {part.block.name}, event {index}"
             started = fetched_at.get(number, [])
@@ -516,8 +522,12 @@ def _backward(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Moment]:
                 fetched.add(name)
                 unused.add(name)
             # Gradients that are alive before the event are held in it and in the one before it.
-            before_bytes = min(event.held_bytes, last_held_bytes)
-            last_held_bytes = event.held_bytes
+            held_bytes = own_bytes + event.held_bytes
+            before_bytes = held_bytes
+            if last_held_bytes is not None and last_held_bytes < held_bytes:
+                before_bytes = last_held_bytes
+            last_held_bytes = held_bytes
+            own_bytes += event.gradient_bytes
             # The last one stands for the event's own compute.
             for use in (*uses, _Use(names=(), call=None)):
                 outputs = () if use.call is None else use.call.outputs
@@ -525,11 +535,12 @@ def _backward(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Moment]:
                     name=f"{where}, making {outputs[0].name} again" if outputs else where,
                     resident_bytes=outside.resident_bytes,
                     constant_bytes=outside.constant_bytes,
+                    gradient_bytes=gradient_bytes,
                     kept_bytes=kept.total_bytes,
                     fetched_bytes=fetched.total_bytes,
                     # All outputs of the call, also those that are stored or not needed.
                     recomputed_bytes=recomputed.total_bytes + sum(a.num_bytes for a in outputs),
-                    working_bytes=before_bytes if use.names or outputs else event.held_bytes,
+                    working_bytes=before_bytes if use.names or outputs else held_bytes,
                     unused_bytes=unused.total_bytes,
                 )
                 for name in use.names:
@@ -548,6 +559,7 @@ def _backward(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Moment]:
                 if not uses_left[name]:
                     for pool in (fetched, unused, recomputed):
                         pool.drop(name)
+        gradient_bytes += own_bytes
         for activation in part.block.activations:
             kept.drop(activation.name)
 

@@ -73,7 +73,7 @@ class _Replay:
         self._now = 0
         self._held = chain.outside.resident_bytes
         """Bytes that stay until something says otherwise."""
-        self._peak = self._held + chain.outside.ends_bytes
+        self._peak = chain.ends_bytes
         self._moved: dict[str, _Moved] = {}
         self._leaving: dict[str, _Moved] = {}
         self._moment = 0
@@ -156,11 +156,14 @@ class _Replay:
         for name, anchor in self._plan.fetch_at.items():
             if name in self._moved and name in needed_ever and anchor in moment_of:
                 due.setdefault(moment_of[anchor], []).append(self._moved[name])
-        moment = 0
+        moment = gradient_bytes = 0
+        gradients = self._chain.gradient_bytes_before()
         for block in reversed(range(len(self._programs))):
             program, names = self._programs[block], self._chain.names[block]
             decisions = {i: self._plan.decision(names[i]) for i in program.made_at}
             away = [i for i in program.made_at if decisions[i] is not Decision.KEEP]
+            self._held += gradients[block] - gradient_bytes
+            gradient_bytes = gradients[block]
             for event, spent_ns in enumerate(program.event_ns):
                 for moved in sorted(due.get(moment, ()), key=lambda m: -m.number):
                     self._fetch(moved)

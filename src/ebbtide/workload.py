@@ -6,7 +6,7 @@ has a JSON form (`docs/formats.md`).
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, cast
 
 from ebbtide.block import (
@@ -33,7 +33,10 @@ from ebbtide.forms import (
 from ebbtide.naming import unknown_name_message
 
 WORKLOAD_FORMAT = "ebbtide-workload"
-WORKLOAD_VERSION = 2
+WORKLOAD_VERSION = 3
+
+NEW_IN_3 = {"gradient_bytes", "turn_gradient_bytes", "ends_gradient_bytes"}
+"""Fields that version 2 did not have: there `resident_bytes` has all gradients."""
 
 # 64 bits: two models of one user never meet by chance, and the text still fits on a line.
 FINGERPRINT_HEX_DIGITS = 16
@@ -48,19 +51,26 @@ class Outside:
     """
 
     resident_bytes: int
-    """Held all through the step: parameters, buffers, all gradients, optimizer state."""
+    """Held all through the step: parameters, buffers, optimizer state, and the gradients that are
+    there when it starts."""
     turn_bytes: int
     """Most bytes held beyond that between the last block's forward and its backward, such as
     logits and the loss; what the blocks store is not counted."""
     turn_ns: int
     """Time between the last block's forward and its backward."""
     ends_bytes: int
-    """Most bytes held beyond `resident_bytes` before the first block's forward and after its
-    backward, such as the optimizer's own; none of the blocks stores anything then."""
+    """Most bytes held before the first block's forward and after its backward, beyond
+    `resident_bytes` and all gradients, such as the optimizer's own; none of the blocks stores
+    anything then."""
     ends_ns: int
     """Time of forward before the first block, and of backward after it."""
     constant_bytes: int = 0
     """Held from the first block's forward to its backward, such as embeddings and masks."""
+    turn_gradient_bytes: int = 0
+    """Gradients of parameters that are there when the last block's backward starts, such as the
+    head's, and were not before the step."""
+    ends_gradient_bytes: int = 0
+    """Those that come after the first block's backward, such as the embedding's."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -103,6 +113,34 @@ class Workload:
     def num_bytes_saved(self) -> int:
         """Bytes that autograd keeps for backward when no plan is active."""
         return sum(block.num_bytes_saved for block in self.blocks)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients of parameters that the step makes, and that were not there before it."""
+        made_bytes = sum(block.gradient_bytes for block in self.blocks)
+        if self.outside is None:
+            return made_bytes
+        outside = self.outside
+        return made_bytes + outside.turn_gradient_bytes + outside.ends_gradient_bytes
+
+    def with_gradients_resident(self) -> Self:
+        """Return the workload of a step before which all gradients are there already.
+
+        Such is each further micro-batch, and each step where gradients are zeroed in place.
+        """
+        if self.outside is None or not self.gradient_bytes:
+            return self
+        outside = replace(
+            self.outside,
+            resident_bytes=self.outside.resident_bytes + self.gradient_bytes,
+            turn_gradient_bytes=0,
+            ends_gradient_bytes=0,
+        )
+        blocks = tuple(
+            replace(block, backward=tuple(replace(e, gradient_bytes=0) for e in block.backward))
+            for block in self.blocks
+        )
+        return replace(self, blocks=blocks, outside=outside)
 
     @property
     def is_timed(self) -> bool:
@@ -170,8 +208,11 @@ class Workload:
         fields = {"format", "version", "model", "classes", "blocks", "outside"}
         refuse_unknown_fields(record, fields, where="workload")
         classes = read_list(record, "classes", where="workload")
-        read = tuple(_read_block(b, classes, where=f"blocks[{i}]") for i, b in enumerate(blocks))
-        return cls(model=model, blocks=read, outside=_read_outside(record))
+        version = read_int(record, "version", where="workload")
+        read = tuple(
+            _read_block(b, classes, version, where=f"blocks[{i}]") for i, b in enumerate(blocks)
+        )
+        return cls(model=model, blocks=read, outside=_read_outside(record, version))
 
 
 def _class_form(block: Block) -> dict[str, object]:
@@ -210,7 +251,7 @@ def _full_name(name: str, block_name: str) -> str:
     return block_name + name if name.startswith(LOCAL_MARKS) else name
 
 
-def _read_block(value: object, classes: list[object], *, where: str) -> Block:
+def _read_block(value: object, classes: list[object], version: int, *, where: str) -> Block:
     record = read_record(value, where=where)
     refuse_unknown_fields(record, {"name", "class"}, where=where)
     name = read_text(record, "name", where=where)
@@ -233,7 +274,7 @@ def _read_block(value: object, classes: list[object], *, where: str) -> Block:
             for i, activation in enumerate(activations)
         ),
         backward=tuple(
-            _read_event(event, name, where=f"{where}.backward[{i}]")
+            _read_event(event, name, version, where=f"{where}.backward[{i}]")
             for i, event in enumerate(backward)
         ),
         rest_ns=read_int(form, "rest_ns", where=where),
@@ -241,24 +282,28 @@ def _read_block(value: object, classes: list[object], *, where: str) -> Block:
     )
 
 
-def _read_event(value: object, block_name: str, *, where: str) -> BackwardEvent:
+def _read_event(value: object, block_name: str, version: int, *, where: str) -> BackwardEvent:
     record = read_record(value, where=where)
-    refuse_unknown_fields(record, set(BackwardEvent.__dataclass_fields__), where=where)
+    numbers = set(BackwardEvent.__dataclass_fields__) - {"uses"}
+    if version == 2:
+        numbers -= NEW_IN_3
+    refuse_unknown_fields(record, {"uses", *numbers}, where=where)
     return BackwardEvent(
         uses=tuple(_full_name(name, block_name) for name in read_names(record, "uses", where)),
-        compute_ns=read_int(record, "compute_ns", where=where),
-        held_bytes=read_int(record, "held_bytes", where=where),
+        **{name: read_int(record, name, where=where) for name in sorted(numbers)},
     )
 
 
-def _read_outside(record: dict[str, object]) -> Outside | None:
+def _read_outside(record: dict[str, object], version: int) -> Outside | None:
     value = read_field(record, "outside", where="workload")
     if value is None:
         return None
     form = read_record(value, where="outside")
     names = set(Outside.__dataclass_fields__)
+    if version == 2:
+        names -= NEW_IN_3
     refuse_unknown_fields(form, names, where="outside")
-    return Outside(**{name: read_int(form, name, where="outside") for name in names})
+    return Outside(**{name: read_int(form, name, where="outside") for name in sorted(names)})
 
 
 def _read_block_1(value: object, *, where: str) -> Block:

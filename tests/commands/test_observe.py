@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -105,6 +106,13 @@ def test_the_summary_says_where_time_and_memory_go() -> None:
         "0.1 ms before and after",
         "held all through: 7.5 GiB; for logits and loss: 2.6 GiB",
     ]
+
+
+def test_the_summary_says_what_gradients_take_where_they_are_not_there_before() -> None:
+    outside = EXAMPLE_WORKLOAD.outside
+    assert outside is not None
+    workload = replace(EXAMPLE_WORKLOAD, outside=replace(outside, turn_gradient_bytes=3 * 2**29))
+    assert write_workload_summary(workload)[5:] == ["made by backward: 1.5 GiB of gradients"]
 
 
 def test_the_documented_flags_are_those_of_the_command() -> None:

@@ -211,6 +211,8 @@ def random_workload(rng: random.Random, num_blocks: int, num_activations: int) -
             ends_bytes=rng.randrange(30),
             ends_ns=rng.randrange(10),
             constant_bytes=rng.randrange(5),
+            turn_gradient_bytes=rng.choice((0, rng.randrange(8))),
+            ends_gradient_bytes=rng.choice((0, rng.randrange(8))),
         ),
     )
 
@@ -281,7 +283,10 @@ def _random_events(rng: random.Random, saved: list[str]) -> tuple[BackwardEvent,
         rng.shuffle(uses)
         events.append(
             BackwardEvent(
-                uses=tuple(uses), compute_ns=rng.randrange(20), held_bytes=rng.randrange(12)
+                uses=tuple(uses),
+                compute_ns=rng.randrange(20),
+                held_bytes=rng.randrange(12),
+                gradient_bytes=rng.choice((0, 0, rng.randrange(8))),
             )
         )
     return tuple(events)

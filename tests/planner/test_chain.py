@@ -70,6 +70,23 @@ def test_a_block_becomes_numbers_in_forward_order() -> None:
     assert (block.forward_ns, block.backward_ns) == (6 + 6, 16)
 
 
+def test_gradients_that_the_step_makes_are_held_from_their_event_on() -> None:
+    def with_gradients(name: str, *num_bytes: int) -> Block:
+        events = zip(a_block(name).backward, num_bytes, strict=True)
+        made = tuple(replace(event, gradient_bytes=size) for event, size in events)
+        return replace(a_block(name), backward=made)
+
+    outside = replace(OUTSIDE, turn_gradient_bytes=1000, ends_gradient_bytes=70)
+    blocks = (with_gradients("a", 3, 0), with_gradients("b", 3, 0), with_gradients("c", 100, 20))
+    chain = compile_chain(Workload(model="Model", blocks=blocks, outside=outside))
+    assert chain.class_of == (0, 0, 1)
+    assert [c.held_bytes for c in chain.classes] == [(40, 50 + 3), (40, 50 + 100)]
+    assert [c.gradient_bytes for c in chain.classes] == [3, 120]
+    assert chain.gradient_bytes_before() == [1000 + 120 + 3, 1000 + 120, 1000]
+    assert chain.most_gradient_bytes == 1000 + 120 + 3 + 3 + 70
+    assert chain.ends_bytes == 100 + 1196 + 5
+
+
 def test_calls_have_each_input_once_and_no_outputs_of_their_own() -> None:
     (block,) = compile_chain(a_step(a_block("b"))).classes
     common = {"is_replayable": True, "is_input": False}

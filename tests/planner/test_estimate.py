@@ -8,10 +8,10 @@ import pytest
 
 from ebbtide.machine import Machine
 from ebbtide.planner.caps import Caps, link_rates, slowdowns
-from ebbtide.planner.chain import compile_chain
+from ebbtide.planner.chain import Chain, compile_chain
 from ebbtide.planner.estimate import MAX_VALUES, Estimator, Tables, join, tabulate
 from ebbtide.planner.space import Ints, Space
-from ebbtide.workload import Outside
+from ebbtide.workload import Workload
 from tests.corpus import CORPUS
 from tests.corpus.machines import budget_of, machine_with
 
@@ -24,6 +24,23 @@ def tables_of(space: Space) -> Tables:
     return join([tabulate(s[0].program, [x.evicted for x in s], NUM_SLOTS) for s in states])
 
 
+def with_gradients(workload: Workload) -> Workload:
+    """Half a block's activations in gradients for each block, and some for the head."""
+    blocks = tuple(
+        replace(
+            block,
+            backward=tuple(
+                replace(e, gradient_bytes=block.num_bytes_saved // (2 * len(block.backward)))
+                for e in block.backward
+            ),
+        )
+        for block in workload.blocks
+    )
+    assert workload.outside is not None
+    outside = replace(workload.outside, turn_gradient_bytes=workload.num_bytes_saved // 50)
+    return replace(workload, blocks=blocks, outside=outside)
+
+
 def random_rows(space: Space, count: int, seed: int) -> Ints:
     rng = random.Random(seed)
     states = [[s for row in options for s in row] for options in space.rows]
@@ -31,9 +48,10 @@ def random_rows(space: Space, count: int, seed: int) -> Ints:
 
 
 def walk(
-    tables: Tables, row: list[int], outside: Outside, largest: int, machine: Machine, caps: Caps
+    tables: Tables, row: list[int], chain: Chain, largest: int, machine: Machine, caps: Caps
 ) -> float:
     """Return the estimate of one candidate, slot by slot; infinite where it does not fit."""
+    outside = chain.outside
     (out_rate, in_rate), (slow_out, slow_in) = link_rates(machine, caps), slowdowns(machine)
     room = caps.device_bytes - outside.resident_bytes - outside.constant_bytes
     queue = kept = waited_s = 0.0
@@ -57,9 +75,11 @@ def walk(
 
     frees: list[float] = []
     backward = row[::-1]
-    for state in backward:
-        frees += [room - kept - tables.use_held[state, slot] for slot in slots]
+    gradients = outside.turn_gradient_bytes
+    for state, c in zip(backward, reversed(chain.class_of), strict=True):
+        frees += [room - kept - gradients - tables.use_held[state, slot] for slot in slots]
         kept -= tables.kept_bytes[state]
+        gradients += chain.classes[c].gradient_bytes
     if min(frees) < 0:
         return float("inf")
     needs = [float(tables.need[state, slot]) for state in backward for slot in slots]
@@ -78,17 +98,20 @@ def walk(
 
 @pytest.mark.parametrize("name", ["llama-8b-x8/8k", "gpt2/32k", "deepseek/8k"])
 @pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
-def test_all_at_once_is_slot_by_slot(name: str, share: float) -> None:
-    space = Space(compile_chain(CORPUS[name]), num_slots=NUM_SLOTS)
-    tables, outside = tables_of(space), space.chain.outside
-    caps = Caps(device_bytes=budget_of(CORPUS[name], share), host_bytes=2**50, disk_bytes=0)
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_all_at_once_is_slot_by_slot(name: str, share: float, has_gradients: bool) -> None:
+    workload = with_gradients(CORPUS[name]) if has_gradients else CORPUS[name]
+    space = Space(compile_chain(workload), num_slots=NUM_SLOTS)
+    tables, chain = tables_of(space), space.chain
+    device_bytes = budget_of(CORPUS[name], share) + workload.gradient_bytes
+    caps = Caps(device_bytes=device_bytes, host_bytes=2**50, disk_bytes=0)
     largest = max(s.program.num_bytes[i] for s in space.states for i in s.evicted)
     least = np.array([[space.rows[c][-1][-1] for c in space.chain.class_of]])
     rows = np.concatenate([random_rows(space, 30, 1), least])
     for link_gb_per_s in (10, 50):
         machine = machine_with(link_gb_per_s)
-        seconds = Estimator(outside, tables, largest).estimate(rows, machine, caps)
-        expected = [walk(tables, list(row), outside, largest, machine, caps) for row in rows]
+        seconds = Estimator(chain, tables, largest).estimate(rows, machine, caps)
+        expected = [walk(tables, list(row), chain, largest, machine, caps) for row in rows]
         assert seconds == pytest.approx(expected, rel=1e-9)
         assert np.isfinite(seconds).any()
 
@@ -124,8 +147,8 @@ def test_where_the_ends_have_no_room_nothing_fits() -> None:
     space = Space(compile_chain(CORPUS["gpt2/8k"]), num_slots=NUM_SLOTS)
     row = np.array([[space.rows[c][-1][0] for c in space.chain.class_of]])
     caps = Caps(device_bytes=2**50, host_bytes=0, disk_bytes=0)
-    outside = replace(space.chain.outside, ends_bytes=2**50)
+    full = replace(space.chain, outside=replace(space.chain.outside, ends_bytes=2**50))
     largest = max(s.program.num_bytes[i] for s in space.states for i in s.evicted)
-    for known, fits in ((space.chain.outside, True), (outside, False)):
+    for known, fits in ((space.chain, True), (full, False)):
         seconds = Estimator(known, tables_of(space), largest).estimate(row, machine_with(50), caps)
         assert bool(np.isfinite(seconds)[0]) == fits

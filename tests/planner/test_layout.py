@@ -222,7 +222,7 @@ def test_a_layout_is_what_the_oracle_and_the_simulator_say(seed: int) -> None:
         for decisions in rng.sample(every, min(6, len(every))):
             wide = laid_out(workload, decisions, WIDE, machine)
             assert wide is not None
-            cap_bytes = rng.randint(wide.peak_bytes // 2, wide.peak_bytes + 3)
+            cap_bytes = rng.randint(wide.peak_bytes * 2 // 3, wide.peak_bytes + 3)
             layout = laid_out(workload, decisions, cap_bytes, machine)
             if layout is None:
                 num_refused += 1

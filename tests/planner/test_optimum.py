@@ -40,12 +40,10 @@ def scaled(workload: Workload) -> Workload:
     return replace(
         workload,
         outside=Outside(
-            resident_bytes=outside.resident_bytes * BYTES,
-            turn_bytes=outside.turn_bytes * BYTES,
-            turn_ns=outside.turn_ns * NS,
-            ends_bytes=outside.ends_bytes * BYTES,
-            ends_ns=outside.ends_ns * NS,
-            constant_bytes=outside.constant_bytes * BYTES,
+            **{
+                name: getattr(outside, name) * (NS if name.endswith("_ns") else BYTES)
+                for name in Outside.__dataclass_fields__
+            }
         ),
         blocks=tuple(
             replace(
@@ -55,7 +53,12 @@ def scaled(workload: Workload) -> Workload:
                     for a in block.activations
                 ),
                 backward=tuple(
-                    replace(e, compute_ns=e.compute_ns * NS, held_bytes=e.held_bytes * BYTES)
+                    replace(
+                        e,
+                        compute_ns=e.compute_ns * NS,
+                        held_bytes=e.held_bytes * BYTES,
+                        gradient_bytes=e.gradient_bytes * BYTES,
+                    )
                     for e in block.backward
                 ),
                 rest_ns=block.rest_ns * NS,

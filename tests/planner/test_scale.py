@@ -68,6 +68,23 @@ def test_bytes_grow_with_the_tokens_and_attention_with_their_square() -> None:
     assert scaled.fingerprint == WORKLOAD.fingerprint
 
 
+def test_gradients_of_parameters_do_not_grow_with_the_tokens() -> None:
+    (block,) = WORKLOAD.blocks
+    first, second = block.backward
+    events = (replace(first, gradient_bytes=5), replace(second, gradient_bytes=9))
+    assert WORKLOAD.outside is not None
+    outside = replace(WORKLOAD.outside, turn_gradient_bytes=8, ends_gradient_bytes=6)
+    workload = replace(WORKLOAD, blocks=(replace(block, backward=events),), outside=outside)
+    scaled = scale_workload(workload, Scale(rows=Fraction(2), length=Fraction(3)))
+    # Of the 7 that the first event holds, 5 are such gradients; of the second one's, all.
+    assert [(e.held_bytes, e.gradient_bytes) for e in scaled.blocks[0].backward] == [
+        (5 + 6 * 2, 5),
+        (7, 9),
+    ]
+    assert scaled.outside is not None
+    assert (scaled.outside.turn_gradient_bytes, scaled.outside.ends_gradient_bytes) == (8, 6)
+
+
 def test_what_is_not_whole_is_rounded_up() -> None:
     scaled = scale_workload(WORKLOAD, Scale(rows=Fraction(1), length=Fraction(1, 3)))
     (block,) = scaled.blocks

@@ -109,8 +109,13 @@ def run_counted(
     *,
     num_steps: int = 6,
     decide: dict[str, str] | None = None,
+    drops_gradients: int = 0,
 ) -> Run:
-    """Train with a counted allocator, every op taking the same time; the tide is closed."""
+    """Train with a counted allocator, every op taking the same time; the tide is closed.
+
+    Args:
+        drops_gradients: So many steps set gradients to None; the others zero them.
+    """
     model = seeded(build)
     allocator = count_allocations(model, monkeypatch)
     trace, optimizer = Trace(), sgd(model)
@@ -131,7 +136,7 @@ def run_counted(
                 if parameter.grad is not None:
                     trace.add(f"{index}: gradient of {name}", parameter.grad)
             optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
+            optimizer.zero_grad(set_to_none=index < drops_gradients)
     return Run(trace=trace, peak_bytes=peak_bytes, largest_bytes=largest_bytes, tide=tide)
 
 
@@ -142,10 +147,12 @@ def plain(build: Any, step: Any, *, num_steps: int = 6) -> Trace:
     return Trace(tensors=kept)
 
 
-def smallest_budget(build: Any, step: Any, folder: Path, patch: pytest.MonkeyPatch) -> int:
+def smallest_budget(
+    build: Any, step: Any, folder: Path, patch: pytest.MonkeyPatch, *, drops_gradients: int = 0
+) -> int:
     """Return the smallest budget that the refusal names, a little up: times vary with it."""
     with pytest.raises(BudgetError) as refused:
-        run_counted(build, step, 1, folder, patch)
+        run_counted(build, step, 1, folder, patch, drops_gradients=drops_gradients)
     words = str(refused.value).split("the smallest that fits is ")[1].split()
     return int(Fraction(words[0]) * {"KiB": 2**10, "MiB": 2**20}[words[1].rstrip(".")] * 101 // 100)
 
@@ -177,9 +184,10 @@ def test_the_optimizers_state_counts_also_where_it_comes_after_the_measured_step
         assert peak_bytes <= tide.plan.peak_bytes <= 1.1 * peak_bytes
 
 
+@pytest.mark.parametrize("drops_gradients", [0, 99])
 @pytest.mark.parametrize("name", ["llama", "stack"])
 def test_the_peak_of_a_step_is_the_planned_one_and_within_the_budget(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, drops_gradients: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the byte, from the least budget to where everything fits; and no gradient changes."""
     build, step = {
@@ -187,10 +195,11 @@ def test_the_peak_of_a_step_is_the_planned_one_and_within_the_budget(
         "stack": (lambda: Stack(Gated, 6), feature_step),
     }[name]
     wanted = plain(build, step)
-    least = smallest_budget(build, step, tmp_path, monkeypatch)
+    options: dict[str, Any] = {"drops_gradients": drops_gradients}
+    least = smallest_budget(build, step, tmp_path, monkeypatch, **options)
     plans: set[str] = set()
     for share in (100, 115, 140):
-        run = run_counted(build, step, least * share // 100, tmp_path, monkeypatch)
+        run = run_counted(build, step, least * share // 100, tmp_path, monkeypatch, **options)
         plan, workload = run.tide.plan, run.tide.workload
         assert plan is not None and workload is not None
         assert differences(run.trace, wanted) == []
@@ -206,6 +215,60 @@ def test_the_peak_of_a_step_is_the_planned_one_and_within_the_budget(
         assert run.tide.statistics().num_kept_not_understood == ()
         plans.add(plan.to_json())
     assert len(plans) == 3
+
+
+def wide_head_step(model: nn.Module, index: int) -> Tensor:
+    """With a turn that holds more than all gradients together."""
+    del index
+    output_BTD = model(features())
+    loss = output_BTD.repeat(40, 1, 1).square().mean()
+    loss.backward()
+    return loss
+
+
+def test_gradients_that_are_not_there_at_the_turn_leave_their_room_to_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> nn.Module:
+        return Stack(Gated, 6)
+
+    gradient_bytes = sum(p.numel() * 4 for p in build().parameters())
+    there = smallest_budget(build, wide_head_step, tmp_path, monkeypatch)
+    none = smallest_budget(build, wide_head_step, tmp_path, monkeypatch, drops_gradients=99)
+    assert there - none >= 0.9 * gradient_bytes
+    run = run_counted(build, wide_head_step, none, tmp_path, monkeypatch, drops_gradients=99)
+    assert run.tide.workload is not None
+    assert run.tide.workload.gradient_bytes == gradient_bytes
+    assert max(run.largest_bytes[2:]) <= none
+
+
+def test_once_gradients_stay_the_plan_has_room_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first step before which they are there."""
+
+    def build() -> nn.Module:
+        return Stack(Gated, 6)
+
+    budget = smallest_budget(build, wide_head_step, tmp_path, monkeypatch) * 105 // 100
+    options: dict[str, Any] = {"num_steps": 8}
+    run = run_counted(build, wide_head_step, budget, tmp_path, monkeypatch, **options,
+                      drops_gradients=4)  # fmt: skip
+    before = run_counted(build, wide_head_step, budget, tmp_path, monkeypatch, **options,
+                         drops_gradients=99)  # fmt: skip
+    assert run.tide.workload is not None and before.tide.workload is not None
+    gradient_bytes = before.tide.workload.gradient_bytes
+    assert gradient_bytes == sum(p.numel() * 4 for p in build().parameters())
+    assert run.tide.workload.gradient_bytes == 0
+    assert run.tide.workload.outside is not None and before.tide.workload.outside is not None
+    more_bytes = run.tide.workload.outside.resident_bytes
+    assert more_bytes - before.tide.workload.outside.resident_bytes == gradient_bytes
+    assert run.tide.plan is not None and before.tide.plan is not None
+    assert run.tide.plan.peak_bytes == run.peak_bytes
+    assert before.tide.plan.peak_bytes == before.peak_bytes
+    assert run.peak_bytes > before.peak_bytes
+    assert max(run.largest_bytes) <= budget
+    assert differences(run.trace, plain(build, wide_head_step, num_steps=8)) == []
 
 
 @pytest.mark.parametrize("name", ["llama", "stack"])

@@ -25,6 +25,8 @@ def write_workload_summary(workload: Workload) -> list[str]:
             f"held all through: {format_bytes(outside.resident_bytes)}; for logits and loss: "
             f"{format_bytes(outside.turn_bytes)}",
         ]
+    if workload.gradient_bytes:
+        lines.append(f"made by backward: {format_bytes(workload.gradient_bytes)} of gradients")
     return lines
 
 

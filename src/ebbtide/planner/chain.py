@@ -6,6 +6,7 @@ with a class once (`ebbtide.planner.menu`, `ebbtide.planner.program`) and decide
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ebbtide.errors import PlanError
 from ebbtide.plan import Decision
@@ -48,7 +49,10 @@ class BlockClass:
     compute_ns: tuple[int, ...]
     """Time of each backward event."""
     held_bytes: tuple[int, ...]
-    """Gradients and workspaces of each backward event."""
+    """Gradients and workspaces of each backward event, with the parameters' gradients that the
+    block's events before it have left."""
+    gradient_bytes: int
+    """Parameters' gradients that all its events leave."""
     rest_ns: int
     """Forward time after the last call."""
     workspace_bytes: int
@@ -94,6 +98,25 @@ class Chain:
     def backward_ns(self) -> int:
         """Time of all blocks' backward without recomputation."""
         return sum(block.backward_ns * count for block, count in self._counted())
+
+    @property
+    def most_gradient_bytes(self) -> int:
+        """All parameters' gradients that the step makes, and that were not there before it."""
+        made_bytes = sum(block.gradient_bytes * count for block, count in self._counted())
+        outside = self.outside
+        return made_bytes + outside.turn_gradient_bytes + outside.ends_gradient_bytes
+
+    @property
+    def ends_bytes(self) -> int:
+        """Most bytes held before the first moment and after the last one."""
+        outside = self.outside
+        return outside.resident_bytes + self.most_gradient_bytes + outside.ends_bytes
+
+    def gradient_bytes_before(self) -> list[int]:
+        """Return, for each block, those of them that are there when its backward starts."""
+        made = [self.classes[c].gradient_bytes for c in reversed(self.class_of)]
+        there = accumulate(made, initial=self.outside.turn_gradient_bytes)
+        return list(there)[-2::-1]
 
     @property
     def outside_ns(self) -> int:
@@ -152,7 +175,10 @@ def _without_names(block: Block, names: Sequence[str], pins: Mapping[str, Decisi
         )
         for a in block.activations
     ]
-    events = [(e.compute_ns, e.held_bytes, tuple(map(number_of, e.uses))) for e in block.backward]
+    events = [
+        (e.compute_ns, e.held_bytes, e.gradient_bytes, tuple(map(number_of, e.uses)))
+        for e in block.backward
+    ]
     pinned = tuple(map(pins.get, names)) if pins else ()
     return tuple(activations), tuple(events), block.rest_ns, block.workspace_bytes, pinned
 
@@ -182,6 +208,11 @@ def _compile_block(block: Block, pins: Mapping[str, Decision]) -> BlockClass:
         nothing = Call(outputs=(), inputs=(), make_ns=0, is_replayable=False, is_input=False)
         calls.append(nothing)
     uses = tuple(tuple(index[name] for name in event.uses) for event in block.backward)
+    left = accumulate(event.gradient_bytes for event in block.backward)
+    held = (
+        event.held_bytes + left_bytes - event.gradient_bytes
+        for event, left_bytes in zip(block.backward, left, strict=True)
+    )
     return BlockClass(
         num_bytes=tuple(activation.num_bytes for activation in block.activations),
         is_saved=tuple(activation.is_saved for activation in block.activations),
@@ -190,7 +221,8 @@ def _compile_block(block: Block, pins: Mapping[str, Decision]) -> BlockClass:
         uses=uses,
         first_used=_first_used(uses),
         compute_ns=tuple(event.compute_ns for event in block.backward),
-        held_bytes=tuple(event.held_bytes for event in block.backward),
+        held_bytes=tuple(held),
+        gradient_bytes=block.gradient_bytes,
         rest_ns=block.rest_ns,
         workspace_bytes=block.workspace_bytes,
         pins=tuple(pins.get(activation.name) for activation in block.activations),

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from ebbtide.machine import Machine
 from ebbtide.planner.caps import Caps, link_rates, slowdowns
+from ebbtide.planner.chain import Chain
 from ebbtide.planner.program import Program
-from ebbtide.workload import Outside
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -58,13 +58,16 @@ class Estimator:
     """Estimates candidates of one space.
 
     Args:
-        outside: The rest of the step.
+        chain: What is planned.
         tables: All states.
         largest_move_bytes: The largest activation that any state evicts.
     """
 
-    def __init__(self, outside: Outside, tables: Tables, largest_move_bytes: int) -> None:
-        self._outside, self._tables = outside, tables
+    def __init__(self, chain: Chain, tables: Tables, largest_move_bytes: int) -> None:
+        self._outside, self._tables = chain.outside, tables
+        self._ends_bytes = chain.ends_bytes
+        # A row for each block, as candidates have.
+        self._gradient_bytes = np.array(chain.gradient_bytes_before(), dtype=np.float64)[:, None]
         self._largest_move = largest_move_bytes
         self._num_slots = tables.need.shape[1]
         self._forward_s = tables.call_s.sum(axis=1)
@@ -90,7 +93,8 @@ class Estimator:
         free[0] = caps.device_bytes - outside.resident_bytes - outside.constant_bytes
         free[1:] = free[0] - np.cumsum(tables.kept_bytes[states], axis=0)
         forward_s = self._forward(states, free, machine, caps)
-        backward_s = self._backward(states, free[1:], machine, caps)
+        free_back = free[1:] - self._gradient_bytes
+        backward_s = self._backward(states, free_back, machine, caps)
         evicted = tables.evicted_bytes[states].sum(axis=0)
         if caps.host_bytes and caps.disk_bytes:
             # What the host has no room for takes as long as the disk does.
@@ -101,8 +105,8 @@ class Estimator:
             (evicted <= caps.host_bytes + caps.disk_bytes)
             & (free[-1] >= outside.turn_bytes)
             & (free[:-1] >= tables.most_made_held[states]).all(axis=0)
-            & (free[1:] >= tables.most_use_held[states]).all(axis=0)
-        ) & (outside.resident_bytes + outside.ends_bytes <= caps.device_bytes)
+            & (free_back >= tables.most_use_held[states]).all(axis=0)
+        ) & (self._ends_bytes <= caps.device_bytes)
         return np.where(fits, forward_s + backward_s, np.inf)
 
     def _forward(self, states: Ints, free: Floats, machine: Machine, caps: Caps) -> Floats:

@@ -74,8 +74,7 @@ def lay_out(
 ) -> Layout | None:
     """Time a step and place its copies; None if it cannot stay within `cap_bytes`."""
     outside = chain.outside
-    ends_bytes = outside.resident_bytes + outside.ends_bytes
-    if ends_bytes > cap_bytes:
+    if chain.ends_bytes > cap_bytes:
         return None
     forward = _Forward(chain, machine, cap_bytes)
     for block, treatment in enumerate(treatments):
@@ -91,7 +90,7 @@ def lay_out(
         release_at=forward.release_at,
         fetch_at=backward.fetch_at,
         step_ns=end_ns + outside.ends_ns - outside.ends_ns // 2,
-        peak_bytes=max(ends_bytes, forward.peak_bytes, backward.peak_bytes),
+        peak_bytes=max(chain.ends_bytes, forward.peak_bytes, backward.peak_bytes),
         max_out_bytes_in_flight=forward.max_leaving,
         max_in_bytes_in_flight=backward.max_ahead,
     )
@@ -222,11 +221,13 @@ class _Backward:
         self._first_used: list[str | None] = []
         """For each moment, an activation whose first use it is."""
         starts = [0] * len(treatments)
+        gradients = chain.gradient_bytes_before()
         for block in reversed(range(len(treatments))):
             program, names = treatments[block].program, chain.names[block]
             starts[block] = len(self._event_ns)
             self._event_ns += program.event_ns
-            self._held += [held_bytes[block] + scratch for scratch in program.scratch_bytes]
+            stays = held_bytes[block] + gradients[block]
+            self._held += [stays + scratch for scratch in program.scratch_bytes]
             first_used = chain.classes[chain.class_of[block]].first_used
             self._first_used += [None if i is None else names[i] for i in first_used]
         for copy in copies:

@@ -241,6 +241,7 @@ class _Program:
         _, rate = link_rates(self._machine, self._caps)
         _, slow_in = slowdowns(self._machine)
         num_blocks = len(self._chain.class_of)
+        gradients = self._chain.gradient_bytes_before()
         everything = self._moved[num_blocks]
         back: int | None = None
         for block in reversed(range(num_blocks)):
@@ -258,7 +259,7 @@ class _Program:
                 self._leq.add([*here, (back, -1.0)], slot.bytes_after / _BYTES)
                 # Kept ones of the blocks before, and fetched ones that are theirs.
                 held = [(self._made[block], 1.0), (self._moved[block], -1.0)]
-                limit = self._room - slot.use_bytes / _BYTES
+                limit = self._room - (gradients[block] + slot.use_bytes) / _BYTES
                 self._leq.add(held, limit)
                 if before is not None:
                     ahead = [(before, 1.0), (everything, -1.0), (self._moved[block], 1.0)]

@@ -105,10 +105,12 @@ def _activation(activation: Activation, scale: Scale) -> Activation:
 
 def _event(event: BackwardEvent, scale: Scale, attention: set[str]) -> BackwardEvent:
     slow = any(name in attention for name in event.uses)
+    # Gradients of parameters are of one size whatever the batch.
+    fixed_bytes = min(event.held_bytes, event.gradient_bytes)
     return replace(
         event,
         compute_ns=_times(event.compute_ns, scale.square if slow else scale.linear),
-        held_bytes=_times(event.held_bytes, scale.linear),
+        held_bytes=fixed_bytes + _times(event.held_bytes - fixed_bytes, scale.linear),
     )
 
 

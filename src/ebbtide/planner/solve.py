@@ -232,6 +232,7 @@ class _Solver:
         outside = self._chain.outside
         holders = {
             "parameters, gradients and optimizer state": outside.resident_bytes,
+            "gradients that backward makes": self._chain.most_gradient_bytes,
             "logits and loss": outside.turn_bytes,
             "what is held around the blocks": outside.constant_bytes,
             "the optimizer's step": outside.ends_bytes,

@@ -63,7 +63,7 @@ class Space:
         joined = join(tables)
         self.evicted_bytes, self.kept_bytes = joined.evicted_bytes, joined.kept_bytes
         largest = max((s.program.num_bytes[i] for s in self.states for i in s.evicted), default=0)
-        self._estimator = Estimator(chain.outside, joined, largest)
+        self._estimator = Estimator(chain, joined, largest)
 
     def estimate(self, candidates: Ints, machine: Machine, caps: Caps) -> Floats:
         """Return the step time of each candidate in seconds; infinite where it does not fit.

@@ -105,6 +105,11 @@ def tensor_tables(module: nn.Module) -> tuple[Mapping[str, Tensor | None], ...]:
     return module._parameters, module._buffers
 
 
+def has_gradient_hook(parameter: Tensor) -> bool:
+    """Return whether something runs once a parameter has got its gradient."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
 def pre_hooks_of(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     """Return what runs before a module's forward."""
     return tuple(module._forward_pre_hooks.values())

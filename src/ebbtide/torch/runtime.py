@@ -52,7 +52,7 @@ from ebbtide.torch.pace import Pace
 from ebbtide.torch.parameters import Parameters, Recent, storages_of
 from ebbtide.torch.record import Handle, Node, Record
 from ebbtide.torch.script import key_of
-from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
+from ebbtide.torch.stopwatch import BlockTiming, Growth, Stopwatch
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.tiers import Tiers
 from ebbtide.torch.traffic import Traffic
@@ -134,7 +134,7 @@ class Runtime:
         """The blocks' compiled calls, where ebbtide compiles them."""
         self.note_growth: Callable[[], None] | None = None
         """Called when more rests on the device than the plans of now were made for."""
-        self._grown_bytes = 0
+        self._grown: list[Growth] = []
         """What of that no plan knows yet."""
         self._num_ooms = 0
         self._is_announced = False
@@ -177,7 +177,9 @@ class Runtime:
             self._note_ooms()  # or what a failed step holds would count as what rests here
             model = self._model()
             if self.stopwatch is not None and model is not None:
-                self._grown_bytes += self.stopwatch.take_growth_bytes(model.parameters())
+                grown = self.stopwatch.take_growth(model.parameters())
+                if grown is not None:
+                    self._grown.append(grown)
 
     def end_forward(self, output: Any) -> None:
         """Note what the model's forward returns; only called where times are measured."""
@@ -642,10 +644,15 @@ class Runtime:
 
     def _with_growth(self, workload: Workload) -> Workload:
         """Count what has come to rest on the device since the measured step."""
-        grown, self._grown_bytes = self._grown_bytes, 0
+        grown, self._grown = self._grown, []
         if not grown or workload.outside is None:
             return workload
-        resident_bytes = workload.outside.resident_bytes + grown
+        if any(growth.has_gradients for growth in grown):
+            log.info("gradients are there before a step: the plan counts them all through it")
+            workload = workload.with_gradients_resident()
+        assert workload.outside is not None, "bug in ebbtide"
+        grown_bytes = sum(growth.num_bytes for growth in grown)
+        resident_bytes = workload.outside.resident_bytes + grown_bytes
         outside = replace(workload.outside, resident_bytes=resident_bytes)
         self.workload = replace(workload, outside=outside)
         if self.note_growth is not None:

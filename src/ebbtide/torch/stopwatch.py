@@ -8,8 +8,8 @@ that is added up by that page comes out as it was measured. Equal blocks get equ
 median of their times and the most of their bytes.
 
 Known weaknesses: marks and counters take CPU time, so where the CPU is slower than the device
-the times hold some of it. The weight gradients of an event count as held even where they become
-the gradients that `resident_bytes` has: in a second micro-batch they are held beside those.
+the times hold some of it. A gradient that a step makes counts from its event on, and one that
+this step did not make (an expert without a token) as if it were there in all of backward.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from ebbtide.torch.devices.base import AbstractMeter, Mark
 from ebbtide.torch.identity import storage_key
+from ebbtide.torch.internals import has_gradient_hook
 from ebbtide.torch.record import ACTIVATION_ROLES, Node, Record, Role
 from ebbtide.workload import BackwardEvent, Block, OpKind, Outside
 
@@ -49,7 +51,7 @@ NO_BACKWARD: Final = (BackwardEvent(uses=(), compute_ns=0, held_bytes=0),)
 class _Event:
     """One backward event: what it was given, and the spans of time in which it computes."""
 
-    __slots__ = ("held_bytes", "nodes", "number", "spans", "uses")
+    __slots__ = ("gradient_bytes", "held_bytes", "nodes", "number", "spans", "uses")
 
     def __init__(self) -> None:
         self.number = -1
@@ -59,6 +61,8 @@ class _Event:
         """What it was given, by number in the record."""
         self.spans: list[tuple[Mark, Mark]] = []
         self.held_bytes = 0
+        self.gradient_bytes = 0
+        """Gradients that the block's own parameters have when it ends."""
 
 
 class BlockTiming:
@@ -85,6 +89,10 @@ class BlockTiming:
         """What is counted elsewhere while its backward runs, but for what the next field says."""
         self.gradient_bytes = 0
         """Gradients that its own parameters had when the last event began."""
+        self.first_gradient_bytes = 0
+        """Those when its backward began."""
+        self.other_gradient_bytes = 0
+        """What other parameters had then, beyond what was there before the step."""
         self._meter = meter
         self._call: tuple[Mark, Mark, int] | None = None
         self.start: Mark = None
@@ -127,6 +135,16 @@ class BlockTiming:
             event.held_bytes = max(event.held_bytes, peak_bytes - counted)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What rests on the device that did not before the measured step."""
+
+    num_bytes: int
+    """Such as the optimizer's state; gradients are not counted."""
+    has_gradients: bool
+    """The gradients that the measured step made are there before a step."""
+
+
 class Stopwatch:
     """Measures one forward and backward of a model; then `blocks` and `outside` are there.
 
@@ -148,6 +166,7 @@ class Stopwatch:
         """Names of the blocks, those together that were taken for equal."""
         self._meter = meter
         self._num_blocks = num_blocks
+        self._resting_gradient_bytes = self._made_gradient_bytes = 0
         self._parameters = list(model.parameters())
         self._buffers = list(model.buffers())
         self._reset()
@@ -160,6 +179,7 @@ class Stopwatch:
         self._start: Mark = None
         self._start_bytes = 0
         self._start_gradient_bytes = 0
+        self._end_gradient_bytes = self._missing_bytes = 0
         self._first_block_bytes = 0
         self._first_peak_bytes = 0
         self._constant_bytes = 0
@@ -255,6 +275,7 @@ class Stopwatch:
         self._close_event(self._meter.mark())
         if not timing.events:
             timing.base_bytes = self._counted_bytes(timing)
+            timing.first_gradient_bytes = _gradient_bytes(timing.parameters)
         timing.gradient_bytes = _gradient_bytes(timing.parameters)
         event = timing.events[-1] if timing.events else None
         if event is None or (event.number != number and event.uses):
@@ -291,6 +312,8 @@ class Stopwatch:
             mark = self._meter.mark()
             self._close_event(mark)
             self._backward_end = mark
+            self._end_gradient_bytes = _gradient_bytes(self._parameters)
+            self._missing_bytes = _missing_gradient_bytes(self._parameters)
 
     def _close_event(self, mark: Mark) -> None:
         if self._open is None:
@@ -298,12 +321,14 @@ class Stopwatch:
         timing, known, event, start = self._open
         self._open = None
         event.spans.append((start, mark))
+        event.gradient_bytes = _gradient_bytes(timing.parameters)
         timing.note_peak(known())
 
     def _counted_bytes(self, timing: BlockTiming) -> int:
         """What is counted elsewhere as a block's backward starts, but for its own gradients."""
         own = _gradient_bytes(timing.parameters)
         others = _gradient_bytes(self._parameters) - own - self._start_gradient_bytes
+        timing.other_gradient_bytes = others
         return self._start_bytes + self._constant_bytes + others + self._kept_bytes(timing.index)
 
     def _kept_bytes(self, last_index: int) -> int:
@@ -316,20 +341,28 @@ class Stopwatch:
 
     # -- the result ----------------------------------------------------------------------------
 
-    def take_growth_bytes(self, parameters: Iterable[Tensor]) -> int:
-        """Return what rests on the device since the measured step, once; gradients not counted.
+    def take_growth(self, parameters: Iterable[Tensor]) -> Growth | None:
+        """Return what rests on the device since the measured step, once; None if it is nothing.
 
-        The optimizer's state appears at its first step, which may come after the one that was
-        measured. To be called when a forward starts. 0 for less than a 256th of what was there.
+        To be called when a forward starts. The optimizer's state appears at its first step, which
+        may come after the one that was measured; gradients are there before a further micro-batch,
+        and where they are zeroed in place. Less than a 256th of what was there is nothing.
         """
         if not self.is_done:
-            return 0
-        now = self._meter.allocated_bytes() - _gradient_bytes(parameters)
+            return None
+        gradient_bytes = _gradient_bytes(parameters)
+        now = self._meter.allocated_bytes() - gradient_bytes
         grown = now - self.resting_bytes
         if grown * 256 < self.resting_bytes or grown <= 0:
-            return 0
-        self.resting_bytes = now
-        return grown
+            grown = 0
+        self.resting_bytes += grown
+        more_bytes = gradient_bytes - self._resting_gradient_bytes
+        has_gradients = more_bytes * 256 > self._made_gradient_bytes > 0
+        if has_gradients:
+            self._made_gradient_bytes = 0  # they rest now
+        if not grown and not has_gradients:
+            return None
+        return Growth(num_bytes=grown, has_gradients=has_gradients)
 
     def finish(self, observed: Sequence[Block]) -> None:
         """Read the clocks: the next step starts, or nothing follows. Waits for the device.
@@ -344,10 +377,11 @@ class Stopwatch:
             else self._measured(timing, timing.block)
             for index, block in enumerate(observed)
         ]
-        self.outside = self._measured_outside(late_peak_bytes)
         self.blocks, self.classes = _equalised(blocks)
+        self.outside = self._measured_outside(late_peak_bytes)
         self.is_done = True
         self.resting_bytes = self._start_bytes - self._start_gradient_bytes
+        self._resting_gradient_bytes = self._start_gradient_bytes
         self._reset()
         self._parameters, self._buffers = [], []
         names = ", ".join(f"{len(alike)} like {alike[0]}" for alike in self.classes)
@@ -359,13 +393,16 @@ class Stopwatch:
         activations = tuple(replace(a, make_ns=make_ns.get(a.group, 0)) for a in block.activations)
         made_ns = sum({a.group: a.make_ns for a in activations}.values())
         held_bytes = HELD_IN_LARGEST * max((a.num_bytes for a in activations), default=0)
+        there = accumulate((e.gradient_bytes for e in timing.events), max,
+                           initial=timing.first_gradient_bytes)  # fmt: skip
         events = tuple(
             BackwardEvent(
                 uses=tuple(event.uses),
                 compute_ns=sum(elapsed(start, end) for start, end in event.spans),
                 held_bytes=event.held_bytes if self._has_allocator else held_bytes,
+                gradient_bytes=after - before,
             )
-            for event in timing.events
+            for event, (before, after) in zip(timing.events, pairwise(there), strict=True)
         )
         return replace(
             block,
@@ -389,10 +426,15 @@ class Stopwatch:
 
     def _measured_outside(self, late_peak_bytes: int) -> Outside:
         elapsed = self._meter.elapsed_ns
-        gradient_bytes = _total_bytes(p for p in self._parameters if p.requires_grad)
+        made_bytes = sum(block.gradient_bytes for block in self.blocks)
+        turn_gradient_bytes = self._turn_gradient_bytes()
+        grown_bytes = self._end_gradient_bytes - self._start_gradient_bytes + self._missing_bytes
+        ends_gradient_bytes = max(0, grown_bytes - turn_gradient_bytes - made_bytes)
+        gradient_bytes = turn_gradient_bytes + made_bytes + ends_gradient_bytes
+        self._made_gradient_bytes = gradient_bytes
         model_bytes = _total_bytes([*self._parameters, *self._buffers])
         other_bytes = self._start_bytes - self._start_gradient_bytes
-        resident_bytes = gradient_bytes + max(model_bytes, other_bytes)
+        resident_bytes = self._start_gradient_bytes + max(model_bytes, other_bytes)
         first = next(iter(self._timings.values()))
         ends_ns = elapsed(self._start, first.start)
         if self._first_block_end is not None:
@@ -406,10 +448,22 @@ class Stopwatch:
             resident_bytes=resident_bytes,
             turn_bytes=turn_bytes,
             turn_ns=0 if self._turn_start is None else elapsed(self._turn_start, self._turn_end),
-            ends_bytes=max(0, first_bytes, late_peak_bytes - resident_bytes),
+            ends_bytes=max(0, first_bytes, late_peak_bytes - resident_bytes - gradient_bytes),
             ends_ns=ends_ns,
             constant_bytes=self._constant_bytes,
+            turn_gradient_bytes=turn_gradient_bytes,
+            ends_gradient_bytes=ends_gradient_bytes,
         )
+
+    def _turn_gradient_bytes(self) -> int:
+        """Return the gradients that were there before those of the blocks, and what is missing."""
+        most_bytes = later_bytes = 0
+        for index in reversed(range(len(self.blocks))):
+            if index in self._timings:
+                other_bytes = self._timings[index].other_gradient_bytes
+                most_bytes = max(most_bytes, other_bytes - later_bytes)
+            later_bytes += self.blocks[index].gradient_bytes
+        return most_bytes + self._missing_bytes
 
     @property
     def _has_allocator(self) -> bool:
@@ -484,17 +538,22 @@ class _Numbers:
     make_ns: tuple[int, ...]
     compute_ns: tuple[int, ...]
     held_bytes: tuple[int, ...]
+    gradient_bytes: tuple[int, ...]
     rest_ns: int
     workspace_bytes: int
 
     def given_to(self, block: Block) -> Block:
         """Return `block` with these numbers."""
         activations = zip(block.activations, self.make_ns, strict=True)
-        events = zip(block.backward, self.compute_ns, self.held_bytes, strict=True)
+        numbers = zip(self.compute_ns, self.held_bytes, self.gradient_bytes, strict=True)
+        events = zip(block.backward, numbers, strict=True)
         return replace(
             block,
             activations=tuple(replace(a, make_ns=ns) for a, ns in activations),
-            backward=tuple(replace(e, compute_ns=n, held_bytes=b) for e, n, b in events),
+            backward=tuple(
+                replace(event, compute_ns=ns, held_bytes=held, gradient_bytes=gradients)
+                for event, (ns, held, gradients) in events
+            ),
             rest_ns=self.rest_ns,
             workspace_bytes=self.workspace_bytes,
         )
@@ -505,17 +564,32 @@ def _numbers_of(alike: Sequence[Block]) -> _Numbers:
     makes = zip(*([a.make_ns for a in block.activations] for block in alike), strict=True)
     computes = zip(*([e.compute_ns for e in block.backward] for block in alike), strict=True)
     helds = zip(*([e.held_bytes for e in block.backward] for block in alike), strict=True)
+    gradients = zip(*([e.gradient_bytes for e in block.backward] for block in alike), strict=True)
     return _Numbers(
         make_ns=tuple(statistics.median_low(ns) for ns in makes),
         compute_ns=tuple(statistics.median_low(ns) for ns in computes),
         held_bytes=tuple(max(num_bytes) for num_bytes in helds),
+        gradient_bytes=tuple(max(num_bytes) for num_bytes in gradients),
         rest_ns=statistics.median_low(block.rest_ns for block in alike),
         workspace_bytes=max(block.workspace_bytes for block in alike),
     )
 
 
 def _gradient_bytes(parameters: Iterable[Tensor]) -> int:
-    return sum(_num_bytes(p.grad) for p in parameters if p.grad is not None)
+    # Elements, not storages: gradients may be views into one bucket.
+    return sum(_element_bytes(p.grad) for p in parameters if p.grad is not None)
+
+
+def _missing_gradient_bytes(parameters: Iterable[Tensor]) -> int:
+    """Return what gradients of parameters without one would take.
+
+    One with a hook that runs when it has got its gradient may have given it up again.
+    """
+    return sum(
+        _element_bytes(p)
+        for p in parameters
+        if p.requires_grad and p.grad is None and not has_gradient_hook(p)
+    )
 
 
 def _total_bytes(tensors: Iterable[Tensor]) -> int:
@@ -528,4 +602,9 @@ def _num_bytes(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided:
         return local.untyped_storage().nbytes()
+    return _element_bytes(local)
+
+
+def _element_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
