@@ -233,6 +233,19 @@ def test_a_pin_on_what_nothing_needs_changes_no_choice() -> None:
     assert corners(make_menu(compiled(*activations, pins={"t": RECOMPUTE}))) == corners(free)
 
 
+def test_a_pin_on_what_is_not_saved_leaves_its_sibling_alone() -> None:
+    # One call makes t, which only z reads, and y, which autograd saves.
+    activations = (
+        made("x", 10, 0),
+        made("t", 5, 4, "x", is_saved=False, group="call"),
+        made("y", 30, 4, "x", group="call"),
+        made("z", 20, 2, "t"),
+    )
+    free = make_menu(compiled(*activations))
+    assert corners(free) == [(60, 0), (10, 6)]
+    assert corners(make_menu(compiled(*activations, pins={"t": RECOMPUTE}))) == corners(free)
+
+
 def test_every_corner_is_there_whatever_is_pinned() -> None:
     for seed in range(120):
         block = random_class(seed, pinned=lambda activation: True)

@@ -48,8 +48,7 @@ def make_menu(block: BlockClass) -> tuple[Option, ...]:
     """
     everything = sum(block.num_bytes) + 1
     all_time = sum(call.make_ns for call in block.calls) + 1
-    pinned = {block.call_of[i] for i, p in enumerate(block.pins) if p is Decision.RECOMPUTE}
-    keep = make_option(block, frozenset(n for n in pinned if block.calls[n].is_replayable))
+    keep = _least_replayed(block)
     # Ties go to the fewer bytes on the first, and to the least time on the last.
     first = _cut(block, time_weight=everything, byte_weight=1)
     last = _cut(block, time_weight=1, byte_weight=all_time)
@@ -78,6 +77,18 @@ def make_menu(block: BlockClass) -> tuple[Option, ...]:
     options = [fastest[size] for size in sorted(fastest, reverse=True) if size <= keep.num_bytes]
     between = [o for left, right in pairwise(options) for o in _between(block, left, right)]
     return tuple(sorted([*options, *between], key=lambda option: -option.num_bytes))
+
+
+def _least_replayed(block: BlockClass) -> Option:
+    """Return the option that runs again only what pins ask for, of what backward needs."""
+    replayed = frozenset[int]()
+    while True:
+        option = make_option(block, replayed)
+        pinned = {block.call_of[i] for i in option.stored if block.pins[i] is Decision.RECOMPUTE}
+        more = {number for number in pinned if block.calls[number].is_replayable} - replayed
+        if not more:
+            return option
+        replayed |= more
 
 
 def _between(block: BlockClass, left: Option, right: Option) -> list[Option]:
