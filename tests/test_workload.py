@@ -544,6 +544,11 @@ def event(form: dict[str, Any]) -> dict[str, Any]:
         (lambda form: form.update(classes=[3]), "classes[0] is 3; it must be an object with"),
         (lambda form: first_class(form).update(name="x"), "classes[0]: unknown field 'name';"),
         (lambda form: first_class(form).pop("rest_ns"), "classes[0] has no field 'rest_ns'; it"),
+        (lambda form: first_class(form).pop("is_fused"), "classes[0] has no field 'is_fused'; it"),
+        (
+            lambda form: first_class(form).update(is_fused=1),
+            "classes[0]: is_fused is 1; it must be",
+        ),
         (lambda form: up(form).pop("make_ns"), "classes[0].activations[3] has no field 'make_ns'"),
         (lambda form: event(form).pop("gradient_bytes"), "classes[0].backward[0] has no field"),
         (lambda form: event(form).pop("uses"), "classes[0].backward[0] has no field 'uses'; it"),
@@ -554,6 +559,17 @@ def test_a_missing_or_unknown_field_is_refused(
     change: Callable[[dict[str, Any]], None], message: str
 ) -> None:
     assert message_of(timed_form_with(change)).startswith(message)
+
+
+def test_a_fused_block_is_written_and_read_as_a_class_of_its_own() -> None:
+    workload = a_timed_workload()
+    fused = replace(workload.blocks[5], is_fused=True)
+    workload = replace(workload, blocks=(*workload.blocks[:5], fused, *workload.blocks[6:]))
+    form = json.loads(workload.to_json())
+    assert [shared["is_fused"] for shared in form["classes"]] == [False, True]
+    assert [block["class"] for block in form["blocks"]] == [0] * 5 + [1] + [0] * 6
+    assert Workload.from_json(workload.to_json()) == workload
+    assert workload.fingerprint == a_timed_workload().fingerprint
 
 
 # -- gradients that a step makes -------------------------------------------------------------------
@@ -597,6 +613,7 @@ def version_2_form() -> dict[str, Any]:
     form["version"] = 2
     for name in ("turn_gradient_bytes", "ends_gradient_bytes"):
         del form["outside"][name]
+    del first_class(form)["is_fused"]
     for read in first_class(form)["backward"]:
         del read["gradient_bytes"]
     return form
@@ -619,6 +636,10 @@ def test_in_a_file_of_version_2_all_gradients_are_resident() -> None:
         (
             lambda form: form["outside"].update(turn_gradient_bytes=1),
             "outside: unknown field 'turn_gradient_bytes'",
+        ),
+        (
+            lambda form: first_class(form).update(is_fused=False),
+            "classes[0]: unknown field 'is_fused'",
         ),
     ],
 )

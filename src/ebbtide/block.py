@@ -128,6 +128,9 @@ class Block:
     """Forward time in no activation's `make_ns`: writes in place, views, launches."""
     workspace_bytes: int = 0
     """Most bytes that forward ops hold beyond the activations that are alive then."""
+    is_fused: bool = False
+    """Its forward runs as one: all that it makes is made by its end, and nothing is let go or
+    starts to leave within it; such as a compiled block."""
 
     def __post_init__(self) -> None:
         refuse_negative(self.rest_ns, f"block {self.name!r}", "rest_ns")

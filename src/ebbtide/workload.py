@@ -35,8 +35,9 @@ from ebbtide.naming import unknown_name_message
 WORKLOAD_FORMAT = "ebbtide-workload"
 WORKLOAD_VERSION = 3
 
-NEW_IN_3 = {"gradient_bytes", "turn_gradient_bytes", "ends_gradient_bytes"}
-"""Fields that version 2 did not have: there `resident_bytes` has all gradients."""
+NEW_IN_3 = {"gradient_bytes", "turn_gradient_bytes", "ends_gradient_bytes", "is_fused"}
+"""Fields that version 2 did not have: there `resident_bytes` has all gradients, and no block is
+fused."""
 
 # 64 bits: two models of one user never meet by chance, and the text still fits on a line.
 FINGERPRINT_HEX_DIGITS = 16
@@ -263,7 +264,10 @@ def _read_block(value: object, classes: list[object], version: int, *, where: st
         )
     where = f"classes[{index}]"
     form = read_record(classes[index], where=where)
-    refuse_unknown_fields(form, set(Block.__dataclass_fields__) - {"name"}, where=where)
+    fields = set(Block.__dataclass_fields__) - {"name"}
+    if version == 2:
+        fields -= NEW_IN_3
+    refuse_unknown_fields(form, fields, where=where)
     activations = read_list(form, "activations", where=where)
     backward = read_list(form, "backward", where=where)
     return Block(
@@ -279,6 +283,7 @@ def _read_block(value: object, classes: list[object], version: int, *, where: st
         ),
         rest_ns=read_int(form, "rest_ns", where=where),
         workspace_bytes=read_int(form, "workspace_bytes", where=where),
+        is_fused="is_fused" in fields and read_flag(form, "is_fused", where=where),
     )
 
 
