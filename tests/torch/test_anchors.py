@@ -87,6 +87,29 @@ def test_calls_come_in_forward_order_and_the_turn_after_them() -> None:
     assert anchors.blocks == {"blocks.1"}
 
 
+def test_the_calls_of_a_fused_block_are_one_moment() -> None:
+    workload = observed_workload()
+    fused, *others = workload.blocks[1:]
+    blocks = (workload.blocks[0], replace(fused, is_fused=True), *others)
+    workload = replace(workload, blocks=blocks)
+    last = next(a.name for a in reversed(fused.activations) if a.is_saved)
+    release_at = {"blocks.0.gate": last, last: "blocks.2:input", "blocks.0.up": TURN_START}
+    anchors = Anchors.of(all_hosted(workload, release_at=release_at), workload)
+    groups = [list(dict.fromkeys(a.group for a in b.activations)) for b in workload.blocks]
+    first = len(groups[0])
+    ranks = [[anchors.call_ranks[group] for group in of_block] for of_block in groups]
+    assert ranks[0] == list(range(first))
+    assert ranks[1] == [first] * len(groups[1])
+    after = [rank for of_block in ranks[2:] for rank in of_block]
+    assert after == list(range(first + 1, first + 1 + len(after)))
+    assert anchors.turn_start_rank == first + 1 + len(after)
+    assert anchors.release_ranks == {
+        "blocks.0.gate": first,
+        last: first + 1,
+        "blocks.0.up": anchors.turn_start_rank,
+    }
+
+
 def test_uses_come_in_the_order_of_the_first_events() -> None:
     workload = observed_workload()
     first, *others = workload.blocks

@@ -24,7 +24,8 @@ class Anchors:
     """When evictions are let go and fetches start; all empty for a plan that says nothing of it."""
 
     call_ranks: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Group of activations to the place of the call that makes them, in forward order."""
+    """Group of activations to the place of the moment that makes them, in forward order: of their
+    call, or of their fused block."""
     use_ranks: Mapping[str, int] = field(default_factory=dict[str, int])
     """Saved activation to the place of its first use, in the order of backward."""
     release_ranks: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -65,13 +66,17 @@ class Anchors:
         call_ranks: dict[str, int] = {}
         group_of: dict[str, str] = {}
         block_of: dict[str, str] = {}
+        num_ranks = 0
         for block in workload.blocks:
+            first_rank = num_ranks
             for activation in block.activations:
-                call_ranks.setdefault(activation.group, len(call_ranks))
+                if activation.group not in call_ranks:
+                    call_ranks[activation.group] = first_rank if block.is_fused else num_ranks
+                    num_ranks = call_ranks[activation.group] + 1
                 group_of[activation.name] = activation.group
                 block_of[activation.name] = block.name
         use_ranks = _use_ranks(workload)
-        turn_start = len(call_ranks)
+        turn_start = num_ranks
         moments = {name: call_ranks[group] for name, group in group_of.items()}
         moments |= {TURN_START: turn_start, TURN_END: turn_start + 1}
         uses = {**use_ranks, TURN_END: TURN_END_RANK}
