@@ -356,6 +356,65 @@ def test_what_forward_still_reads_is_not_gone_when_it_is_let_go() -> None:
     assert peak(report) == (103 + 10 + 20 + 4 + 8, "forward of b, making y")
 
 
+# Blocks that run as one.
+
+
+def fused(block: Block) -> Block:
+    return replace(block, is_fused=True)
+
+
+@pytest.mark.parametrize("anchor", "xhty")
+def test_before_a_fused_block_goes_what_any_of_its_activations_stands_for(anchor: str) -> None:
+    # Making y: 103, x + h + y = 38, t = 5, 2 of workspace; of p 40 nothing.
+    first = a_block("a", (made("p", 40),), event(0, "p"))
+    workload = a_step(first, fused(one_block(0, 0, 0)))
+    report = sound(workload, ALL_KEPT | {"p": HOST}, release_at={"p": anchor})
+    assert peak(report) == (103 + 38 + 5 + 2, "forward of b, making y")
+    # Without a moment it goes at the turn.
+    report = sound(workload, ALL_KEPT | {"p": HOST})
+    assert peak(report) == (103 + 40 + 38 + 5 + 2, "forward of b, making y")
+
+
+def test_nothing_leaves_within_a_fused_block() -> None:
+    # Else h could go before y is made, and the most would be making t.
+    decisions = ALL_KEPT | {"h": HOST}
+    report = sound(a_step(one_block(0, 0, 0)), decisions, release_at={"h": "y"})
+    # Making t holds 103, x + h, t and 2, making y no h; its event all that is saved.
+    assert peak(report) == (103 + 38, "backward of b, event 1")
+    # Fused, all of it is there: x + h + y = 38, t = 5.
+    workload = a_step(fused(one_block(0, 0, 0)))
+    report = sound(workload, decisions, release_at={"h": TURN_START})
+    assert peak(report) == (103 + 38 + 5 + 2, "forward of b, making y")
+    assert report.holders[-1] == ("gradients and workspace", 2)
+    plan = a_plan(workload, decisions, release_at={"h": "y"})
+    assert the_fault(plan, workload) == (
+        "release_at lets 'h' go before 'y' is made, but the block that makes both is fused: its "
+        "forward runs as one, and nothing leaves within it. Name an activation of a later block."
+    )
+
+
+def test_what_a_fused_block_evicts_may_be_gone_before_the_next_moment() -> None:
+    # x, which forward holds to the block's end, and h are not there when r is made.
+    last = a_block("c", (made("q", 1), made("r", 100, "q")), event(0, "r"), event(0, "q"))
+    workload = a_step(fused(one_block(0, 0, 0)), last)
+    decisions = ALL_KEPT | {"x": HOST, "h": HOST, "q": KEEP, "r": KEEP}
+    report = sound(workload, decisions, release_at={"x": "q", "h": "r"})
+    assert peak(report) == (103 + 8 + 101, "forward of c, making r")
+    assert report.max_out_bytes_in_flight == 30
+    report = sound(workload, decisions, release_at={"x": "q"})
+    assert peak(report) == (103 + 8 + 101 + 20, "forward of c, making r")
+
+
+def test_a_call_of_a_fused_block_is_replayed_alone() -> None:
+    # Making y again from h: t 5 + y 8, beside x + h; 90 held by the event, 60 before it.
+    blocks = [replace(one_block(60, 90, 0), workspace_bytes=0)]
+    blocks.append(fused(blocks[0]))
+    for block in blocks:
+        report = sound(a_step(block), {"x": KEEP, "h": KEEP, "y": RECOMPUTE})
+        assert peak(report) == (103 + 30 + 90, "backward of b, event 1")
+        assert report.faults == ()
+
+
 # Two blocks, for evictions.
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from ebbtide.block import Block
 from ebbtide.check import check_plan
 from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
@@ -203,6 +204,58 @@ def test_the_rest_of_a_block_does_not_delay_its_copies() -> None:
         ("b.h", 15, 25),
     ]
     assert lane(timeline, Lane.COPY_OUT) == [("a.x", 0, 10), ("a.h", 10, 30)]
+
+
+def with_fused(*indices: int, **changes: Any) -> Workload:
+    workload = two_blocks()
+    blocks = tuple(
+        replace(block, is_fused=True, **changes) if index in indices else block
+        for index, block in enumerate(workload.blocks)
+    )
+    return replace(workload, blocks=blocks)
+
+
+def test_copies_of_a_fused_block_start_after_all_of_it() -> None:
+    moments: dict[str, Any] = {"release_at": {"a.x": "b.h", "a.h": TURN_END}}
+    timeline = run(EVICT_A, with_fused(0, rest_ns=5), **moments)
+    assert lane(timeline, Lane.COPY_OUT) == [("a.x", 15, 25), ("a.h", 25, 45)]
+    assert lane(timeline, Lane.COMPUTE, Lane.STALL)[:4] == [
+        ("forward of a.x", 0, 15),
+        ("a.x", 15, 25),
+        ("b.h", 25, 35),
+        ("turn", 35, 45),
+    ]
+    # What they cost comes right after the block, each when its copy has started.
+    machine = replace(MACHINE, slowdown_ppm=100_000)
+    timeline = run(EVICT_A, with_fused(0, rest_ns=5), machine, **moments)
+    assert lane(timeline, Lane.COPY_OUT) == [("a.x", 15, 25), ("a.h", 25, 45)]
+    assert lane(timeline, Lane.COMPUTE)[:4] == [
+        ("forward of a.x", 0, 15),
+        ("slower beside copies out", 15, 16),
+        ("slower beside copies out", 16, 18),
+        ("b.h", 25, 35),
+    ]
+
+
+@pytest.mark.parametrize("anchor", ["b.x", "b.h"])
+def test_a_fused_block_waits_at_its_start_for_what_it_lets_go(anchor: str) -> None:
+    timeline = run(EVICT_A, with_fused(1), release_at={"a.h": anchor, "a.x": anchor})
+    assert lane(timeline, Lane.COMPUTE, Lane.STALL)[:4] == [
+        ("a.h", 0, 10),
+        ("a.h", 10, 30),
+        ("forward of b.x", 30, 40),
+        ("turn", 40, 50),
+    ]
+    # b alone, and in backward a.h or a.x, each fetched for its need, beside b's.
+    assert timeline.peak_bytes == 100 + 120
+
+
+def test_a_block_that_is_left_alone_takes_its_rest() -> None:
+    workload = two_blocks()
+    for is_fused in (False, True):
+        alone = Block(name="c", class_name="Layer", activations=(), rest_ns=7, is_fused=is_fused)
+        timeline = run(KEPT, replace(workload, blocks=(*workload.blocks, alone)))
+        assert lane(timeline, Lane.COMPUTE)[2] == ("forward", 20, 27)
 
 
 def test_copies_are_rounded_up_to_whole_nanoseconds() -> None:

@@ -159,6 +159,12 @@ def _release_faults(plan: Plan, step: "_Step") -> Iterator[str]:
                 "not made yet; it can leave only after that. Name an activation of a later op "
                 "call."
             )
+        elif step.call_of[anchor].moment == step.call_of[name].moment:
+            yield (
+                f"release_at lets {name!r} go before {anchor!r} is made, but the block that makes "
+                "both is fused: its forward runs as one, and nothing leaves within it. Name an "
+                "activation of a later block."
+            )
 
 
 def _fetch_faults(plan: Plan, step: "_Step") -> Iterator[str]:
@@ -232,6 +238,8 @@ class _Call:
 
     number: int
     """From 0, through all blocks in forward order."""
+    moment: int
+    """Its place among the moments of forward, from 0; all calls of a fused block have one."""
     outputs: tuple[Activation, ...]
     inputs: tuple[str, ...]
     """What any of its outputs reads; the call reads it whichever output is wanted."""
@@ -263,9 +271,10 @@ class _Step:
     evicted: frozenset[str]
     needed: Mapping[str, str]
     """What backward needs, with the reason."""
-    last_held: Mapping[str, int]
-    """Activation to the number of the last call during which forward itself holds it."""
-    num_calls: int
+    last_held: Mapping[str, _Call]
+    """Activation to the last call during which forward itself holds it."""
+    num_moments: int
+    """Of forward."""
     first_use: Mapping[str, int]
     """Saved activation to the number of the first event that asks for it; events are numbered
     from 0 in backward order."""
@@ -280,12 +289,13 @@ def _step(plan: Plan, workload: Workload) -> _Step:
     blocks: list[_BlockStep] = []
     needed: dict[str, str] = {}
     call_of: dict[str, _Call] = {}
-    last_held: dict[str, int] = {}
-    num_calls = 0
+    last_held: dict[str, _Call] = {}
+    num_calls = num_moments = 0
     for block in workload.blocks:
-        calls = _calls(block, num_calls)
+        calls = _calls(block, num_calls, num_moments)
         last_held.update(_last_held(block, calls))
         num_calls += len(calls)
+        num_moments += len({call.moment for call in calls})
         call_of.update({output.name: call for call in calls for output in call.outputs})
         needed.update(_needed(calls, kept | evicted))
         uses = _uses(block, call_of, kept | evicted)
@@ -303,30 +313,37 @@ def _step(plan: Plan, workload: Workload) -> _Step:
         evicted=frozenset(evicted),
         needed=needed,
         last_held=last_held,
-        num_calls=num_calls,
+        num_moments=num_moments,
         first_use=first_use,
     )
 
 
-def _last_held(block: Block, calls: tuple[_Call, ...]) -> dict[str, int]:
-    last_reader = {name: call.number for call in calls for name in call.inputs}
+def _last_held(block: Block, calls: tuple[_Call, ...]) -> dict[str, _Call]:
+    last_reader = {name: call for call in calls for name in call.inputs}
     return {
-        activation.name: calls[-1].number
+        activation.name: calls[-1]
         if activation.kind is OpKind.INPUT
-        else last_reader.get(activation.name, calls[-1].number)
+        else last_reader.get(activation.name, calls[-1])
         for activation in block.activations
     }
 
 
-def _calls(block: Block, first_number: int) -> tuple[_Call, ...]:
+def _calls(block: Block, first_number: int, first_moment: int) -> tuple[_Call, ...]:
     members: dict[str, list[Activation]] = {}
     for activation in block.activations:
         members.setdefault(activation.group, []).append(activation)
     calls: list[_Call] = []
-    for number, outputs in enumerate(members.values(), start=first_number):
+    for index, outputs in enumerate(members.values()):
         own = {output.name for output in outputs}
         inputs = {name: None for a in outputs for name in a.inputs if name not in own}
-        calls.append(_Call(number=number, outputs=tuple(outputs), inputs=tuple(inputs)))
+        calls.append(
+            _Call(
+                number=first_number + index,
+                moment=first_moment if block.is_fused else first_moment + index,
+                outputs=tuple(outputs),
+                inputs=tuple(inputs),
+            )
+        )
     return tuple(calls)
 
 
@@ -450,7 +467,8 @@ def _forward_and_turn(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Mo
         passing = _Pool(step.num_bytes)
         dropped_after = _last_readers(part, step)
         for call in part.calls:
-            for name in let_go.get(call.number, ()):
+            # Only the first call of a fused block finds something here.
+            for name in let_go.pop(call.moment, ()):
                 leaving.drop(name)
             for output in call.outputs:
                 if output.name in step.kept:
@@ -487,20 +505,21 @@ def _last_readers(part: _BlockStep, step: _Step) -> dict[int, list[str]]:
     dropped_after: dict[int, list[str]] = {}
     for activation in part.block.activations:
         if not step.is_stored(activation.name):
-            dropped_after.setdefault(step.last_held[activation.name], []).append(activation.name)
+            last = step.last_held[activation.name].number
+            dropped_after.setdefault(last, []).append(activation.name)
     return dropped_after
 
 
 def _release_moment(plan: Plan, step: _Step, name: str) -> int | str:
-    """The call before which, or the end of the turn at which, an evicted activation is gone.
+    """The moment of forward, or the end of the turn, at which an evicted activation is gone.
 
     Forward itself holds it until the last call that reads it; an input, until the block's end.
     """
     anchor = plan.release_at.get(name, TURN_START)
-    if anchor not in step.call_of or step.call_of[anchor].number <= step.call_of[name].number:
+    if anchor not in step.call_of or step.call_of[anchor].moment <= step.call_of[name].moment:
         return TURN_END if anchor == TURN_END else TURN_START
-    number = max(step.call_of[anchor].number, step.last_held[name] + 1)
-    return number if number < step.num_calls else TURN_START
+    moment = max(step.call_of[anchor].moment, step.last_held[name].moment + 1)
+    return moment if moment < step.num_moments else TURN_START
 
 
 def _backward(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Moment]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ebbtide.machine import Machine
 from ebbtide.plan import TURN_END, TURN_START, Decision, Plan
-from ebbtide.planner.chain import BlockClass, Chain, compile_chain
+from ebbtide.planner.chain import BlockClass, Chain, Moment, compile_chain
 from ebbtide.planner.menu import Option
 from ebbtide.planner.program import Program, make_program
 from ebbtide.timeline import Lane, Span, Timeline
@@ -121,14 +121,14 @@ class _Replay:
 
     def _forward(self, block: int) -> None:
         program, names = self._programs[block], self._chain.names[block]
-        calls = self._block_class(block).calls
-        for number, call in enumerate(calls):
+        block_class = self._block_class(block)
+        for number, moment in enumerate(program.moments):
             self._held -= self._freed_after.pop(self._moment - 1, 0)
-            for i in call.outputs:
+            for i in moment.outputs:
                 self._let_go_at(names[i])
             self._note(program.call_bytes[number])
             self._held += program.call_bytes[number] - program.transient_bytes[number]
-            self._compute(names[call.outputs[0]], call.make_ns)
+            self._compute(self._moment_name(block, moment), moment.spent_ns)
             for i in program.made[number]:
                 decision = self._plan.decision(names[i])
                 if decision is not Decision.KEEP:
@@ -137,7 +137,7 @@ class _Replay:
                     slow_ns = self._machine.slow_ns(moved.num_bytes, self._machine.out_bytes_per_s)
                     self._compute(f"{BESIDE} out", slow_ns)
             self._moment += 1
-        self._compute("forward", program.call_ns[-1] - calls[-1].make_ns)
+        self._compute("forward", block_class.tail_ns)
 
     def _backward(self) -> None:
         moment_of: dict[str, int] = {TURN_END: 0}
@@ -185,6 +185,12 @@ class _Replay:
             for i, num_bytes in enumerate(program.num_bytes):
                 if decisions.get(i) is Decision.KEEP:
                     self._held -= num_bytes
+
+    def _moment_name(self, block: int, moment: Moment) -> str:
+        if not moment.outputs:
+            return "forward"  # of a block that is left alone
+        first = self._chain.names[block][moment.outputs[0]]
+        return f"forward of {first}" if self._block_class(block).is_fused else first
 
     def _event_name(self, block: int, event: int) -> str:
         uses = self._block_class(block).uses[event]

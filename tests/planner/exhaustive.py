@@ -146,6 +146,11 @@ def release_moments(workload: Workload) -> dict[str, list[str]]:
     later = [TURN_START, TURN_END]
     releases: dict[str, list[str]] = {}
     for block in reversed(workload.blocks):
+        if block.is_fused:
+            releases.update({activation.name: later for activation in block.activations})
+            # Each activation stands for the one moment; planners name the first.
+            later = [block.activations[-1].name, *later]
+            continue
         calls: dict[str, list[Activation]] = {}
         for activation in block.activations:
             calls.setdefault(activation.group, []).append(activation)
@@ -196,14 +201,16 @@ def tier_bytes(workload: Workload, decisions: dict[str, Decision]) -> dict[Decis
 def random_workload(rng: random.Random, num_blocks: int, num_activations: int) -> Workload:
     """A timed workload; every block has `num_activations`, the first of them its input.
 
-    Some calls have two outputs, some activations are not saved, some may not be replayed.
-    Every saved one is used by one backward event or more.
+    Some calls have two outputs, some activations are not saved, some may not be replayed, and
+    about a quarter of the blocks are fused. Every saved one is used by one backward event or more.
     """
+    blocks = [_random_block(rng, f"b{number}", num_activations) for number in range(num_blocks)]
+    # Drawn from a copy, so that all else is the same for a seed as it was without fused blocks.
+    copied = random.Random()
+    copied.setstate(rng.getstate())
     return Workload(
         model="Random",
-        blocks=tuple(
-            _random_block(rng, f"b{number}", num_activations) for number in range(num_blocks)
-        ),
+        blocks=tuple(replace(block, is_fused=copied.random() < 0.25) for block in blocks),
         outside=Outside(
             resident_bytes=rng.randrange(20),
             turn_bytes=rng.randrange(30),

@@ -7,7 +7,7 @@ import pytest
 from ebbtide.block import Activation, BackwardEvent, Block, OpKind
 from ebbtide.errors import PlanError
 from ebbtide.plan import Decision
-from ebbtide.planner.chain import Call, compile_chain
+from ebbtide.planner.chain import Call, Moment, compile_chain
 from ebbtide.workload import Outside, Workload
 from tests.corpus import CORPUS
 
@@ -122,6 +122,24 @@ def test_a_pinned_block_is_a_class_of_its_own() -> None:
     assert chain.class_of == (0, 1)
     assert chain.classes[0].pins == (None,) * 5
     assert chain.classes[1].pins == (Decision.KEEP, None, None, None, Decision.HOST)
+
+
+def test_a_fused_block_is_a_class_of_its_own_with_one_moment() -> None:
+    fused = replace(a_block("b"), is_fused=True)
+    chain = compile_chain(a_step(a_block("a"), fused, a_block("c")))
+    assert chain.class_of == (0, 1, 0)
+    by_call, as_one = chain.classes
+    assert as_one == replace(by_call, is_fused=True)
+    assert [(m.outputs, m.spent_ns) for m in by_call.moments] == [
+        ((0,), 0),
+        ((1, 2), 3),
+        ((3,), 2),
+        ((4,), 1),
+    ]
+    assert (by_call.tail_ns, as_one.tail_ns) == (6, 0)
+    # All calls and the rest.
+    assert as_one.moments == (Moment(outputs=(0, 1, 2, 3, 4), spent_ns=12),)
+    assert as_one.forward_ns == by_call.forward_ns == 12
 
 
 def test_the_base_time_is_all_compute() -> None:

@@ -96,6 +96,54 @@ def test_what_must_be_there_at_once_is_the_least() -> None:
     assert laid_out(two_blocks(), EVICT_A, 219) is None
 
 
+def fused_blocks() -> Workload:
+    workload = two_blocks()
+    return replace(workload, blocks=tuple(replace(b, is_fused=True) for b in workload.blocks))
+
+
+def test_a_fused_block_lets_go_at_its_start_and_copies_at_its_end() -> None:
+    # a.x leaves from 10 to 20, a.h from 20 to 40. b starts at 10: nothing has left. At the
+    # turn's start, 20, a.x has. Backward starts at 40, a.h is back at 60, and a.x at 70.
+    assert laid_out(fused_blocks(), EVICT_A, WIDE) == Layout(
+        release_at={"a.x": TURN_START, "a.h": TURN_END},
+        fetch_at={"a.x": TURN_END, "a.h": TURN_END},
+        step_ns=80,
+        peak_bytes=250,
+        max_out_bytes_in_flight=30,
+        max_in_bytes_in_flight=30,
+    )
+    # With one byte less b waits for a.x, from 10 to 20: it holds 100, a.h and 120. a.h leaves
+    # until 40, the turn's end, and is back at 60; a.x comes after that, in time.
+    assert laid_out(fused_blocks(), EVICT_A, 249) == Layout(
+        release_at={"a.x": "b.x", "a.h": TURN_END},
+        fetch_at={"a.x": "a.h", "a.h": TURN_END},
+        step_ns=80,
+        peak_bytes=240,
+        max_out_bytes_in_flight=30,
+        max_in_bytes_in_flight=30,
+    )
+
+
+def test_what_a_fused_block_makes_is_all_there_at_once() -> None:
+    # By call h goes before y is made: 100 and x, z and y. As one h is there too.
+    names = ("x", "h", "z", "y")
+    by_call = Block(
+        name="b",
+        class_name="Layer",
+        activations=(made("x", 1), made("h", 20, "x"), made("z", 30, "h"), made("y", 40, "z")),
+        backward=tuple(
+            BackwardEvent(uses=(name,), compute_ns=10, held_bytes=0) for name in reversed(names)
+        ),
+    )
+    decisions = {"x": KEEP, "h": HOST, "z": HOST, "y": KEEP}
+    for block, least_bytes in ((by_call, 171), (replace(by_call, is_fused=True), 191)):
+        workload = replace(two_blocks(), blocks=(block,))
+        layout = laid_out(workload, decisions, least_bytes)
+        assert layout is not None
+        assert layout.peak_bytes == least_bytes
+        assert laid_out(workload, decisions, least_bytes - 1) is None
+
+
 def test_the_turn_lets_go_what_it_has_no_room_for() -> None:
     # The turn holds 100 + 120 + 15, and a.h only where there is room for 20 more.
     workload = two_blocks(turn_bytes=15)

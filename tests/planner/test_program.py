@@ -128,6 +128,33 @@ def test_a_replay_holds_no_more_gradients_than_are_alive_before_its_event() -> N
     assert program_of(chain_block(9, 50, 2), X, H).scratch_bytes == (5 + 8 + 9, 50, 2)
 
 
+@pytest.mark.parametrize(
+    ("stored", "call_bytes"),
+    [
+        # By call 12, 32, 37 and 45: making y, x + h + y are stored, and t and 2 beside them.
+        ((X, H, Y), 45),
+        # 12, 32, 37 and 25: making t from h, both for forward alone.
+        ((X,), 37),
+        # 2, 22, 27 and 35: making y beside x, which is there to the end, t and h, which is stored.
+        ((H,), 45),
+    ],
+)
+def test_a_fused_block_has_one_moment_with_the_most_of_its_calls(
+    stored: tuple[int, ...], call_bytes: int
+) -> None:
+    by_call = program_of(chain_block(), *stored)
+    program = program_of(replace(chain_block(), is_fused=True), *stored)
+    assert program.call_ns == (36,)
+    assert program.made == (stored,)
+    assert program.call_bytes == (call_bytes,)
+    assert program.transient_bytes == (call_bytes - sum(by_call.num_bytes[i] for i in stored),)
+    assert program.made_at == dict.fromkeys(stored, 0)
+    assert program.last_held == (0, 0, 0, 0)
+    # Backward is the same, call by call.
+    for name in ("event_ns", "replay_ns", "scratch_bytes", "first_need", "last_need"):
+        assert getattr(program, name) == getattr(by_call, name)
+
+
 OUT, LSE, Z = 1, 2, 3
 
 

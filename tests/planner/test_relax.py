@@ -99,6 +99,35 @@ def caps_for(workload: Workload, share: float, *, host_bytes: int = TIB) -> Caps
     return Caps(device_bytes=device_bytes, host_bytes=host_bytes, disk_bytes=0)
 
 
+def never_replayed(workload: Workload, *, is_fused: bool) -> Workload:
+    blocks = tuple(
+        replace(
+            block,
+            is_fused=is_fused,
+            activations=tuple(
+                replace(a, kind=OpKind.OPAQUE, is_replayable=False) for a in block.activations
+            ),
+        )
+        for block in workload.blocks
+    )
+    assert workload.outside is not None
+    return replace(workload, blocks=blocks, outside=replace(workload.outside, turn_bytes=4 * GB))
+
+
+def test_what_a_fused_block_makes_leaves_after_it() -> None:
+    # All 6 GB must leave before the turn, which takes all that is free, 120 ms each way. By call x
+    # leaves in the 10 ms of h, and some of it or of h in the 3 ms of y.
+    caps = Caps(device_bytes=7 * GB, host_bytes=TIB, disk_bytes=0)
+    by_call = solved(never_replayed(a_step(1), is_fused=False), caps)
+    assert by_call.step_ns == pytest.approx((120 + 5 + 120 + 2) * MS, rel=1e-4)
+    workload = never_replayed(a_step(1), is_fused=True)
+    assert solved(workload, caps).step_ns == pytest.approx((13 + 120 + 5 + 120 + 2) * MS, rel=1e-4)
+    # What the copies cost comes after the block, while they run.
+    machine = replace(MACHINE, slowdown_ppm=500_000)
+    relaxed = solved(workload, caps, machine)
+    assert relaxed.step_ns == pytest.approx((13 + 120 + 5 + 120 + 2) * MS, rel=1e-4)
+
+
 BASE_NS = 13 * MS + 27 * MS + 7 * MS
 
 

@@ -30,6 +30,16 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """A moment of a block's forward: one call, or all calls of a fused block."""
+
+    outputs: tuple[int, ...]
+    """Activations that it makes; what is evicted of them leaves in this order."""
+    spent_ns: int
+    """Time after which they may leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockClass:
     """What equal blocks have in common; activations are numbered in forward order."""
 
@@ -54,11 +64,26 @@ class BlockClass:
     gradient_bytes: int
     """Parameters' gradients that all its events leave."""
     rest_ns: int
-    """Forward time after the last call."""
+    """Forward time in no call."""
     workspace_bytes: int
     """Held by forward ops."""
+    is_fused: bool
+    """Whether its forward is one moment."""
     pins: tuple[Decision | None, ...]
     """What the user decided for each activation."""
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """Its forward's moments in order."""
+        if self.is_fused:
+            everything = tuple(range(len(self.num_bytes)))
+            return (Moment(outputs=everything, spent_ns=self.forward_ns),)
+        return tuple(Moment(outputs=c.outputs, spent_ns=c.make_ns) for c in self.calls)
+
+    @property
+    def tail_ns(self) -> int:
+        """Time of one forward after its last moment's outputs may leave."""
+        return 0 if self.is_fused else self.rest_ns
 
     @property
     def forward_ns(self) -> int:
@@ -180,7 +205,8 @@ def _without_names(block: Block, names: Sequence[str], pins: Mapping[str, Decisi
         for e in block.backward
     ]
     pinned = tuple(map(pins.get, names)) if pins else ()
-    return tuple(activations), tuple(events), block.rest_ns, block.workspace_bytes, pinned
+    rest = (block.rest_ns, block.workspace_bytes, block.is_fused)
+    return tuple(activations), tuple(events), rest, pinned
 
 
 def _compile_block(block: Block, pins: Mapping[str, Decision]) -> BlockClass:
@@ -225,6 +251,7 @@ def _compile_block(block: Block, pins: Mapping[str, Decision]) -> BlockClass:
         gradient_bytes=block.gradient_bytes,
         rest_ns=block.rest_ns,
         workspace_bytes=block.workspace_bytes,
+        is_fused=block.is_fused,
         pins=tuple(pins.get(activation.name) for activation in block.activations),
     )
 

@@ -29,7 +29,7 @@ def plan_greedily(space: Space, machine: Machine, caps: Caps) -> Found | None:
     """Return the best candidate that keeps to the caps, or None."""
     candidates, seconds = search(space, machine, caps)
     chain = space.chain
-    num_moments = sum(len(chain.classes[c].calls) for c in chain.class_of)
+    num_moments = sum(len(chain.classes[c].moments) for c in chain.class_of)
     num = max(1, MOMENTS_LAID_OUT // num_moments)
     found = best_layout(space, candidates, seconds, machine, caps, num=num)
     if found is None:

@@ -125,14 +125,14 @@ class _Forward:
         names = self._chain.names[block]
         block_class = self._chain.classes[self._chain.class_of[block]]
         start = self._moment
-        for call, made, num_bytes in zip(
-            block_class.calls, program.made, program.call_bytes, strict=True
+        for moment, made, num_bytes in zip(
+            program.moments, program.made, program.call_bytes, strict=True
         ):
-            if self._leaving and call.outputs:
-                self._let_go_what_left(num_bytes, names[call.outputs[0]])
+            if self._leaving and moment.outputs:
+                self._let_go_what_left(num_bytes, names[moment.outputs[0]])
             if not self._fit(num_bytes):
                 return False
-            self.now += call.make_ns
+            self.now += moment.spent_ns
             for i in made:
                 tier = treatment.tiers.get(i)
                 size = program.num_bytes[i]
@@ -143,7 +143,7 @@ class _Forward:
                     self._evict(_Copy(block, i, names[i], size, tier, held_until))
             self._moment += 1
         # What the block does after its last call does not delay the last call's copies.
-        self.now += block_class.rest_ns
+        self.now += block_class.tail_ns
         self.held_bytes.append(self._held)
         return True
 

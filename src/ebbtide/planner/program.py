@@ -5,23 +5,28 @@ needed and last needed, so that any choice can be laid over it.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from operator import add
 
-from ebbtide.planner.chain import BlockClass
+from ebbtide.planner.chain import BlockClass, Moment
 from ebbtide.planner.menu import Option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The moments of one block; `call` and `event` below are indices of moments."""
+    """The moments of one block, by index: forward's and backward's (events) each from 0."""
 
     option: Option
     """What is stored."""
+    moments: tuple[Moment, ...]
+    """Those of forward."""
     call_ns: tuple[int, ...]
     """Time of each forward moment; the last one's includes the block's `rest_ns`."""
     transient_bytes: tuple[int, ...]
-    """Activations that are alive and not stored, with workspaces, at each forward moment."""
+    """Bytes of each forward moment beside what is stored up to its end: activations that are
+    alive and not stored, with workspaces."""
     made: tuple[tuple[int, ...], ...]
     """Stored activations that each forward moment makes."""
     call_bytes: tuple[int, ...]
@@ -35,9 +40,9 @@ class Program:
     num_bytes: tuple[int, ...]
     """Bytes of each activation of the block."""
     last_held: tuple[int, ...]
-    """The last call during which forward itself holds each activation."""
+    """The last forward moment during which forward itself holds each activation."""
     made_at: dict[int, int]
-    """Stored activation to the call that makes it."""
+    """Stored activation to the forward moment that makes it."""
     first_need: dict[int, int]
     """Stored activation to the first event that needs it; stored ones that nothing needs are
     missing."""
@@ -49,23 +54,26 @@ def make_program(block: BlockClass, option: Option) -> Program:
     """Walk through a block's forward and backward under `option`."""
     event_ns, replay_ns, scratch, first, last = _walk_backward(block, option.stored)
     last_held = _last_held(block)
-    call_ns = [call.make_ns for call in block.calls]
-    call_ns[-1] += block.rest_ns
+    moments = block.moments
+    call_ns = [moment.spent_ns for moment in moments]
+    call_ns[-1] += block.tail_ns
     transient = _transient_bytes(block, option.stored, last_held)
-    made = tuple(tuple(i for i in call.outputs if i in option.stored) for call in block.calls)
-    made_bytes = (sum(block.num_bytes[i] for i in outputs) for outputs in made)
+    if block.is_fused:
+        transient, last_held = _in_one_moment(block, option.stored, transient)
+    made = tuple(tuple(i for i in moment.outputs if i in option.stored) for moment in moments)
     return Program(
         option=option,
+        moments=moments,
         call_ns=tuple(call_ns),
         transient_bytes=transient,
         made=made,
-        call_bytes=tuple(map(add, transient, made_bytes)),
+        call_bytes=tuple(map(add, transient, _bytes_of(block, made))),
         event_ns=tuple(event_ns),
         replay_ns=tuple(replay_ns),
         scratch_bytes=tuple(scratch),
         num_bytes=block.num_bytes,
         last_held=last_held,
-        made_at={i: block.call_of[i] for i in sorted(option.stored)},
+        made_at=dict(sorted((i, at) for at, outputs in enumerate(made) for i in outputs)),
         first_need=first,
         last_need=last,
     )
@@ -93,6 +101,20 @@ def _transient_bytes(
         alive += delta
         result.append(alive)
     return tuple(result)
+
+
+def _in_one_moment(
+    block: BlockClass, stored: frozenset[int], transient: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Put the calls of a fused block together: its transient bytes, and what is held last when."""
+    made = [[i for i in call.outputs if i in stored] for call in block.calls]
+    so_far = list(accumulate(_bytes_of(block, made)))
+    most = max(map(add, transient, so_far))
+    return (most - so_far[-1],), (0,) * len(block.num_bytes)
+
+
+def _bytes_of(block: BlockClass, made: Iterable[Iterable[int]]) -> Iterator[int]:
+    return (sum(block.num_bytes[i] for i in outputs) for outputs in made)
 
 
 def _walk_backward(

@@ -111,7 +111,10 @@ class _Program:
         outside = chain.outside
         room = caps.device_bytes - outside.resident_bytes - outside.constant_bytes
         self._room = room / _BYTES
-        self._forward = [_forward_slots(block, num_slots) for block in chain.classes]
+        is_slowed = slowdowns(machine)[0] > 0
+        self._forward = [
+            _forward_slots(block, num_slots, is_slowed=is_slowed) for block in chain.classes
+        ]
         self._backward = [_backward_slots(block, num_slots) for block in chain.classes]
         self._num = 0
         num_blocks = len(chain.class_of)
@@ -300,15 +303,19 @@ def _cuts(spent_ns: list[int], num_slots: int) -> list[int]:
     return ends
 
 
-def _forward_slots(block: BlockClass, num_slots: int) -> list[_Slot]:
-    spent = [call.make_ns for call in block.calls]
-    spent[-1] += block.rest_ns
+def _forward_slots(block: BlockClass, num_slots: int, *, is_slowed: bool) -> list[_Slot]:
+    moments = block.moments
+    spent = [moment.spent_ns for moment in moments]
+    spent[-1] += block.tail_ns
     slots: list[_Slot] = []
     for start, end in pairwise([0, *_cuts(spent, num_slots)]):
-        # The outputs of the slot's last call leave after it, unless the block goes on.
-        last = end if end == len(spent) and block.rest_ns else end - 1
-        made = sum(block.num_bytes[i] for call in block.calls[:last] for i in call.outputs)
+        # The outputs of the slot's last moment leave after it, unless the block goes on.
+        last = end if end == len(spent) and block.tail_ns else end - 1
+        made = sum(block.num_bytes[i] for moment in moments[:last] for i in moment.outputs)
         slots.append(_Slot(ns=sum(spent[start:end]), bytes_after=made, use_bytes=0))
+    if block.is_fused and is_slowed:
+        # What copies cost comes after the block, while its outputs leave.
+        slots.append(_Slot(ns=0, bytes_after=sum(block.num_bytes), use_bytes=0))
     return slots
 
 
