@@ -3,7 +3,8 @@
     PYTHONPATH=src python3 benchmarks/compiled.py --out benchmarks/results
 
 Llama-3-8B shape x 8 layers, random weights, batch 1, bf16; a step is forward and backward.
-`budget-B` is torch's `activation_memory_budget`. Gradients are compared with those of compiled
+`budget-B` is torch's `activation_memory_budget`; `fit:ROW:S` is ebbtide with a budget of S times
+all that the row ROW held on the device at its peak. Gradients are compared with those of compiled
 keep under deterministic settings, at the first context alone: it takes a compilation more each.
 """
 
@@ -30,14 +31,26 @@ from torch._functorch import config as functorch_config
 from ebbtide.torch import Tide, attach
 
 GIB = 2**30
-STRATEGIES = "keep,budget-0,budget-0.5,offload-inputs,balanced,offload,offload-last:4"
+STRATEGIES = (
+    "keep,budget-0,budget-0.5,offload-inputs,balanced,offload,offload-last:4,"
+    "fit:budget-0:1.05,fit:budget-0:1.1,fit:keep:0.5"
+)
 NUM_WARM_UP = 3
 """Observed, compiled for the plan and checked; the next one runs free."""
+NUM_WARM_UP_TO_FIT = 14
+"""Observed, compiled to be measured, measured, checked, and timed until the plan is corrected."""
 
 
 @contextlib.contextmanager
-def strategy(name: str, model: Any, backend: str, disk: str | None) -> Generator[Tide | None]:
+def strategy(
+    name: str, model: Any, backend: str, disk: str | None, budget: int | None
+) -> Generator[Tide | None]:
     """Compile the blocks, and take the compiled code off again."""
+    if budget is not None:
+        chosen = True if backend == "inductor" else backend
+        with attach(model, budget=budget, compile=chosen, disk=disk) as tide:
+            yield tide
+        return
     if name != "keep" and not name.startswith("budget-"):
         chosen = True if backend == "inductor" else backend
         with attach(model, name, compile=chosen, disk=disk) as tide:
@@ -70,7 +83,12 @@ def _wait(ids: torch.Tensor) -> None:
 
 
 def measure(
-    name: str, model: Any, ids: torch.Tensor, options: argparse.Namespace, folder: str
+    name: str,
+    model: Any,
+    ids: torch.Tensor,
+    options: argparse.Namespace,
+    folder: str,
+    rows: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return the figures of one strategy; the gradients of a strict step stay in the model."""
     counters.clear()
@@ -82,9 +100,11 @@ def measure(
     base = torch.cuda.memory_allocated() if is_cuda else 0
     moves = not name.startswith(("keep", "budget-", "recompute"))
     disk = f"{folder}:4GiB" if moves and not is_cuda else None
-    with strategy(name, model, options.backend, disk) as tide:
+    budget = _budget(name, rows, ids.shape[1])
+    with strategy(name, model, options.backend, disk, budget) as tide:
         start = time.perf_counter()
-        first_peaks = [_peak(model, ids) - base for _ in range(NUM_WARM_UP)]
+        num_warm_up = NUM_WARM_UP if budget is None else NUM_WARM_UP_TO_FIT
+        first_peaks = [_peak(model, ids) - base for _ in range(num_warm_up)]
         row: dict[str, Any] = {
             "context": ids.shape[1],
             "strategy": name,
@@ -99,7 +119,14 @@ def measure(
         times = [step(model, ids) for _ in range(options.steps)]
         row["step_ms_all"] = [round(t, 2) for t in times]
         row["step_ms"] = statistics.median(times)
+        row["base_gib"] = base / GIB
         row["peak_gib"] = (torch.cuda.max_memory_allocated() - base) / GIB if is_cuda else 0.0
+        if budget is not None and tide is not None and tide.plan is not None:
+            row["budget_gib"] = budget / GIB
+            row["planned_peak_gib"] = tide.plan.peak_bytes / GIB
+            row["predicted_ms"] = tide.plan.predicted_step_ns / 1e6
+            row["bound_ms"] = tide.plan.bound_step_ns / 1e6
+            row["worst_first_peak_gib"] = max(first_peaks) / GIB
         if tide is not None:
             counts = tide.statistics()
             row["out_gib"] = counts.moved_out_bytes / options.steps / GIB
@@ -115,6 +142,17 @@ def measure(
             finally:
                 torch.use_deterministic_algorithms(False)
     return row
+
+
+def _budget(name: str, rows: list[dict[str, Any]], context: int) -> int | None:
+    """Return the budget of a row `fit:ROW:S` in bytes; None for another one."""
+    if not name.startswith("fit:"):
+        return None
+    _, whose, share = name.split(":")
+    row = next(r for r in rows if (r["context"], r["strategy"]) == (context, whose))
+    # On a CPU nothing is counted: a dry run needs a budget all the same.
+    held_gib = row["base_gib"] + row["peak_gib"] or 1.0
+    return int(held_gib * float(share) * GIB)
 
 
 def _peak(model: Any, ids: torch.Tensor) -> int:
@@ -166,7 +204,7 @@ def main() -> None:
             options.is_compared = context == contexts[0]
             wanted: dict[str, torch.Tensor] = {}
             for name in options.strategies.split(","):
-                row = measure(name, model, ids, options, folder)
+                row = measure(name, model, ids, options, folder, rows)
                 if options.is_compared and not wanted:
                     wanted = gradients_of(model)
                 elif options.is_compared:

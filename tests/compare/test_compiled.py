@@ -7,7 +7,6 @@ import torch._functorch.config
 
 from ebbtide.compare import compiled, strategies
 from ebbtide.compare.compiled import compiled_blocks
-from ebbtide.compare.results import Status
 from ebbtide.compare.strategies import make_strategy
 from ebbtide.torch import attach
 from tests.compare.test_selective import CPU, IDS, list_gradients, make_model
@@ -108,11 +107,23 @@ def test_plans_of_ours_compile_the_blocks_themselves(
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_a_budget_does_not_apply_to_compiled_blocks() -> None:
+def test_a_budget_compiles_the_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def attach_quickly(model: Any, **options: Any) -> Any:
+        asked.append(options)
+        quick: dict[str, Any] = {**options, "compile": "aot_eager"}
+        return attach(model, **quick)
+
+    monkeypatch.setattr(strategies, "attach", attach_quickly)
     strategy = make_strategy("ebbtide", host=None, disk=None, budget="1GiB", is_compiled=True)
-    refusal = strategy.find_refusal(CPU)
-    assert refusal is not None
-    assert (refusal.status, refusal.reason) == (
-        Status.NOT_APPLICABLE,
-        "ebbtide takes no budget for compiled blocks yet; without --compile it runs",
-    )
+    assert strategy.find_refusal(CPU) is None
+    model = make_model()
+    with strategy.apply(model, CPU) as applied:
+        for _ in range(4):
+            model.zero_grad()
+            model(input_ids=IDS, labels=IDS).loss.backward()
+    assert asked == [{"budget": "1GiB", "host": None, "disk": None, "compile": True}]
+    assert applied.tide is not None and applied.tide.workload is not None
+    assert all(block.is_fused for block in applied.tide.workload.blocks)
+    assert applied.tide.plan is not None and applied.tide.plan.budget_bytes == 2**30

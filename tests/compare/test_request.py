@@ -64,6 +64,8 @@ def test_passes_take_the_place_of_warm_up_steps() -> None:
 def test_a_budget_takes_one_more_warm_up_step() -> None:
     assert GOOD.num_warm_up_steps == 2
     assert replace(GOOD, budget="40GiB").num_warm_up_steps == 4
+    assert replace(GOOD, budget="40GiB", is_compiled=True).num_warm_up_steps == 5
+    assert replace(GOOD, is_compiled=True).num_warm_up_steps == 2
 
 
 def test_the_command_has_the_budget() -> None:

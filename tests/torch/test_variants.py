@@ -297,12 +297,15 @@ def test_a_compiled_block_is_not_compiled_again() -> None:
     )
 
 
-def test_a_budget_for_compiled_blocks_is_refused() -> None:
+def test_a_budget_for_blocks_that_were_compiled_before_is_refused() -> None:
+    model = seeded(lambda: Stack(Gated))
+    next(iter(find_blocks(model).values())).compile(backend="aot_eager")
     with pytest.raises(ModelError) as error:
-        attach(seeded(lambda: Stack(Gated)), budget="1GiB", compile=True)
+        attach(model, budget="1GiB")
     assert str(error.value) == (
-        "budget='1GiB' was given, and the blocks are compiled: what parts of a compiled block take "
-        "is not measured, so no planner can work with it. Give a plan, such as 'balanced'."
+        "budget='1GiB' was given, and blocks.0 is compiled already: what it saves and what it "
+        "recomputes was decided then. Let ebbtide compile the blocks, with attach(model, "
+        "budget=..., compile=True), or give a plan, such as 'offload'."
     )
 
 

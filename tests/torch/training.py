@@ -106,11 +106,13 @@ def train(model: nn.Module, step: Step, *, num_steps: int = NUM_STEPS, first: in
     return trace
 
 
-def train_attached(tide: Tide, model: nn.Module, step: Step) -> Trace:
+def train_attached(
+    tide: Tide, model: nn.Module, step: Step, *, num_steps: int = NUM_STEPS
+) -> Trace:
     """Train as `train` does; afterwards the statistics are those of the last step alone."""
     trace, optimizer = Trace(), sgd(model)
-    for index in range(NUM_STEPS):
-        if index == NUM_STEPS - 1:
+    for index in range(num_steps):
+        if index == num_steps - 1:
             tide.reset_statistics()
         run_step(model, step, index, trace, optimizer)
     return trace

@@ -60,8 +60,9 @@ from ebbtide.units import format_bytes
 # Shapes: S steps, W held-out windows, B batch, T tokens.
 
 
-PASSES_BEFORE = 10
-"""Passes before the timed ones: by then a budget's plan was made and corrected once."""
+PASSES_BEFORE = 12
+"""Passes before the timed ones: by then a budget's plan was made and corrected once, and blocks
+that the correction compiles anew have run."""
 NOT_DETERMINISTIC = "does not have a deterministic implementation"
 """Part of torch's message where only a kernel is there whose bits vary."""
 

@@ -35,8 +35,8 @@ def compare(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Counted steps, after 2 warm-up steps, or 4 with a budget. Default: 5 on a GPU, "
-            "1 on a CPU."
+            help="Counted steps, after 2 warm-up steps, or 4 with a budget (5 with --compile). "
+            "Default: 5 on a GPU, 1 on a CPU."
         ),
     ] = None,
     strategies: Annotated[

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -76,22 +75,6 @@ class CompileBudget(AbstractStrategy):
         patch = config.patch(activation_memory_budget=self._budget_fraction)
         with patch, compiled_blocks(model):
             yield Applied()
-
-
-@final
-class NotCompiled(AbstractStrategy):
-    """A strategy that has no way to run on compiled blocks, with the reason."""
-
-    def __init__(self, refusal: Refusal) -> None:
-        self._refusal = refusal
-
-    def find_refusal(self, device: torch.device) -> Refusal | None:
-        return replace(self._refusal)
-
-    @contextmanager
-    def apply(self, model: PreTrainedModel, device: torch.device) -> Generator[Applied]:
-        raise RuntimeError("bug in ebbtide: a refused strategy was applied")
-        yield Applied()
 
 
 def _forget_compiled(block: torch.nn.Module) -> None:

@@ -14,6 +14,8 @@ from ebbtide.units import parse_bytes, parse_path_and_cap
 WARM_UP_STEPS = 2
 # With a budget the second step is measured, and the third is the first under the plan.
 BUDGET_WARM_UP_STEPS = 4
+# Of compiled blocks the third step is measured.
+COMPILED_BUDGET_WARM_UP_STEPS = 5
 
 # No device has more; only whether a budget can be read is checked before the device is known.
 MAX_DEVICE_BYTES = 2**50
@@ -53,14 +55,16 @@ class CompareRequest:
     """Compute the loss in chunks, under every strategy alike."""
     passes: int = 0
     """Forward and backward passes to time under torch's default kernels; 0: the training steps
-    are timed. Cost: one pass each, and ten before them."""
+    are timed. Cost: one pass each, and twelve before them."""
 
     @property
     def num_warm_up_steps(self) -> int:
         """Optimizer steps before the counted ones; the same for every strategy."""
         if self.passes:
             return 1  # nothing of these steps is timed
-        return WARM_UP_STEPS if self.budget is None else BUDGET_WARM_UP_STEPS
+        if self.budget is None:
+            return WARM_UP_STEPS
+        return COMPILED_BUDGET_WARM_UP_STEPS if self.is_compiled else BUDGET_WARM_UP_STEPS
 
 
 def check_request(request: CompareRequest) -> None:

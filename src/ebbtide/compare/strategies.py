@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from ebbtide.compare.compiled import CompileBudget, CompiledBlocks, NotCompiled
+from ebbtide.compare.compiled import CompileBudget, CompiledBlocks
 from ebbtide.compare.names import (
     BUDGET_STRATEGY,
     COMPILE_BUDGET_PREFIX,
@@ -34,11 +34,6 @@ from ebbtide.torch import attach
 
 # These plans move nothing, so a CPU run gives them no disk.
 PLANS_WITHOUT_TRAFFIC = frozenset({"keep", "recompute"})
-
-NO_COMPILED_BUDGET = Refusal(
-    status=Status.NOT_APPLICABLE,
-    reason="ebbtide takes no budget for compiled blocks yet; without --compile it runs",
-)
 
 
 @final
@@ -163,18 +158,30 @@ class EbbtidePlan(AbstractStrategy):
 class EbbtideBudget(AbstractStrategy):
     """The fastest plan that ebbtide finds within a budget of device memory."""
 
-    def __init__(self, budget: str, *, host: str | None, disk: str | None) -> None:
-        """Take the `budget`, `host` and `disk` that `ebbtide.torch.attach` takes."""
+    def __init__(
+        self, budget: str, *, host: str | None, disk: str | None, is_compiled: bool = False
+    ) -> None:
+        """Take the `budget`, `host` and `disk` that `ebbtide.torch.attach` takes.
+
+        `is_compiled`: ebbtide compiles the blocks, with what the plan recomputes.
+        """
         self._budget = budget
         self._host = host
         self._disk = disk
+        self._is_compiled = is_compiled
 
     def find_refusal(self, device: torch.device) -> Refusal | None:
         return None
 
     @contextmanager
     def apply(self, model: PreTrainedModel, device: torch.device) -> Generator[Applied]:
-        with attach(model, budget=self._budget, host=self._host, disk=self._disk) as tide:
+        with attach(
+            model,
+            budget=self._budget,
+            host=self._host,
+            disk=self._disk,
+            compile=self._is_compiled,
+        ) as tide:
             yield Applied(tide=tide)
 
 
@@ -215,9 +222,7 @@ def _make_ours(
         return EbbtidePlan(plan, host=host, disk=disk, is_compiled=is_compiled)
     if budget is None:
         raise ValueError(f"the strategy {name} needs a budget, such as 40GiB")
-    if is_compiled:
-        return NotCompiled(NO_COMPILED_BUDGET)
-    return EbbtideBudget(budget, host=host, disk=disk)
+    return EbbtideBudget(budget, host=host, disk=disk, is_compiled=is_compiled)
 
 
 def _make_peer(name: str) -> AbstractStrategy:

@@ -100,8 +100,9 @@ def attach(
         min_bytes: Activations of fewer bytes are never moved.
         compile: Compile each block, with what the plan recomputes as a part of the compiled
             backward: True, or a backend of `ebbtide.torch.variants.BACKENDS`. Each set of things
-            to recompute is compiled once for all blocks of a class, in the first steps. Blocks
-            that were compiled before must do without.
+            to recompute is compiled once for all blocks of a class, in the first steps. With a
+            budget the third step is measured instead of the second. Blocks that were compiled
+            before must do without, and take no budget.
 
     Returns:
         A handle: `statistics()`, `report()`, `close()`; it works in `with`.
@@ -343,11 +344,11 @@ class _Attachment:
                 f"{self._compiled} is compiled already, and compile={compile!r} was given. Leave "
                 "compile= out, or attach before you compile."
             )
-        if wish is not None and (self._backend is not None or self._compiled is not None):
+        if wish is not None and self._compiled is not None:
             raise ModelError(
-                f"budget={wish.budget!r} was given, and the blocks are compiled: what parts of a "
-                "compiled block take is not measured, so no planner can work with it. Give a plan, "
-                "such as 'balanced'."
+                f"budget={wish.budget!r} was given, and {self._compiled} is compiled already: what "
+                "it saves and what it recomputes was decided then. Let ebbtide compile the blocks, "
+                "with attach(model, budget=..., compile=True), or give a plan, such as 'offload'."
             )
         self._device = device_of(self._blocks)
         self._budgets = None if wish is None else self._make_planner(wish)
@@ -399,7 +400,7 @@ class _Attachment:
         runtime.hook_blocks = hooks.hook_blocks
         runtime.hook_scopes = hooks.hook_scopes
         tide = Tide(runtime, ledger, hooks, store, self._budgets, compilation)
-        maker.close = _closer_of(tide)
+        maker.close = runtime.close_all = _closer_of(tide)
         return tide
 
     def _check_plan(self) -> None:

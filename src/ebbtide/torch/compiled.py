@@ -10,6 +10,7 @@ storage. What is made again is made inside the compiled backward, and is not see
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ebbtide.plan import Decision
 from ebbtide.torch.graphs import GraphFacts, Names, numbered, running
-from ebbtide.torch.identity import Layout, StorageRef, storage_key
+from ebbtide.torch.identity import Layout, StorageRef, bytes_of, storage_key
 from ebbtide.torch.internals import (
     alias_of,
     has_ended,
@@ -190,5 +191,66 @@ class SavedSet:
         return Role.COMPUTED, self._numbers.unique(f"{block}{local}"), OpKind.OPAQUE, COMPILED_OP
 
 
+class _Stash:
+    """One storage in pageable host memory, for a step that is measured."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = bytes_of(tensor).to("cpu", copy=True)
+        self._device = tensor.device
+        self._back: Tensor | None = None
+        self.num_packs = self._num_left = 0
+
+    def restore(self, layout: Layout) -> Tensor:
+        """Return a tensor over the storage, back on its device; once for all that stand on it."""
+        if self._back is None:
+            self._back, self._num_left = self._host.to(self._device, copy=True), self.num_packs
+        tensor = layout.over(self._back)
+        self._num_left -= 1
+        if not self._num_left:
+            self._back = None
+        return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Stashed:
+    """What autograd holds in place of a saved tensor that a `StashingSet` took."""
+
+    record: Record
+    stash: _Stash
+    layout: Layout
+
+
+class StashingSet(SavedSet):
+    """Takes a forward that saves all that it could, to measure what its backward then takes.
+
+    What the block makes waits in pageable host memory until then. That is slow, and lets no step
+    hold more on the device than the frugal ones do.
+    """
+
+    _stashes: dict[int, _Stash] | None = None
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Take over what autograd saves; the saved-tensor hook of the block."""
+        with pause_dispatch():
+            if self.is_over or not is_plain(tensor) or not self._is_made_here(tensor):
+                return super().pack(tensor)
+            if self._stashes is None:
+                self._stashes = {}
+            key = storage_key(tensor)
+            if key not in self._stashes:
+                self._stashes[key] = _Stash(tensor)
+            stash = self._stashes[key]
+            stash.num_packs += 1
+            return Stashed(self.record, stash, Layout.of(tensor))
+
+    def _is_made_here(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.device != self._device:
+            return False
+        key = storage_key(tensor)
+        is_given = key in self._inputs or key in self._given
+        return not is_given and self._parameters.get(key) is None
+
+
 # A block that breaks into several graphs packs while the compiler looks on.
 never_compile(SavedSet.pack)
+never_compile(StashingSet.pack)

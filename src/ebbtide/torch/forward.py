@@ -14,7 +14,7 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import MOVED, Decision, Plan
 from ebbtide.torch.compiled import SavedSet
 from ebbtide.torch.devices.base import Place
-from ebbtide.torch.graphs import described
+from ebbtide.torch.graphs import GraphFacts, described
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import inner_module
 from ebbtide.torch.record import ACTIVATION_ROLES, Record
@@ -49,6 +49,8 @@ class BlockState:
     is_input_written: bool = False
     """The model writes to the block's input after the block, as in `h += block(h)`. That is
     legal where no operator saves it; recipes that start from it then need a copy."""
+    graphs: tuple[GraphFacts, ...] = ()
+    """The compiled graphs that its forward ran when it was observed."""
     unsafe: set[str] = field(default_factory=set[str])
     """Activations that did not come back equal; kept from then on."""
     scripts: Scripts = field(default_factory=Scripts)

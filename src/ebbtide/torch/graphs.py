@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ebbtide.block import NEVER_REPLAYED, Activation, Block, OpKind
+from ebbtide.torch.rerun import Rerun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class Tensors:
     """Whether it is also made from what the graph is given."""
     group: str
     """Shared by the outputs of one call."""
+    rerun: Rerun | None = field(default=None, compare=False, repr=False)
+    """The call, where it can be timed by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

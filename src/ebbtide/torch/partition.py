@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ebbtide.torch.graphs import GraphFacts, Names, Tensors
 from ebbtide.torch.internals import allow_whole_budget, partition_by_min_cut
 from ebbtide.torch.ops import facts_of, is_random_call
+from ebbtide.torch.rerun import Rerun
 from ebbtide.workload import OpKind
 
 DEAR: Final = frozenset({OpKind.MATMUL, OpKind.ATTENTION})
@@ -165,6 +166,7 @@ class _Tagged:
             inputs=tuple(n for node, n in known.items() if node in read),
             reads_input=reads_input,
             group=self._groups[owner],
+            rerun=Rerun.of(call) if _kind(call) in DEAR else None,
         )
 
     def _name(self, node: fx.Node, alone: AbstractSet[str], names: Names) -> None:

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ebbtide.errors import ModelError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
-from ebbtide.torch.compiled import SavedSet
+from ebbtide.torch.compiled import SavedSet, Stashed, StashingSet
 from ebbtide.torch.devices.base import AbstractMeter
 from ebbtide.torch.forward import (
     BlockState,
@@ -52,7 +53,7 @@ from ebbtide.torch.pace import Pace
 from ebbtide.torch.parameters import Parameters, Recent, storages_of
 from ebbtide.torch.record import Handle, Node, Record
 from ebbtide.torch.script import key_of
-from ebbtide.torch.stopwatch import BlockTiming, Growth, Stopwatch
+from ebbtide.torch.stopwatch import BlockTiming, Growth, Stopwatch, signature_of
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.tiers import Tiers
 from ebbtide.torch.traffic import Traffic
@@ -132,6 +133,10 @@ class Runtime:
         on now."""
         self.compilation: Compilation | None = None
         """The blocks' compiled calls, where ebbtide compiles them."""
+        self.close_all: Callable[[], None] | None = None
+        """Takes everything off the model."""
+        self._samples: frozenset[int] = frozenset()
+        """Compiled blocks that save all they could while steps are measured, one of a kind."""
         self.note_growth: Callable[[], None] | None = None
         """Called when more rests on the device than the plans of now were made for."""
         self._grown: list[Growth] = []
@@ -228,12 +233,17 @@ class Runtime:
             timing = None
             if self.stopwatch is not None and not is_in_backward():
                 timing = self.stopwatch.start_block(state.index, record, module)
+                if timing is not None and state.is_compiled:
+                    timing.graph = state.graphs[0]
+                    timing.is_sample = state.index in self._samples
                 if timing is not None and state.index == 0:
                     self.observed_size = stream.shape
                 if timing is not None and state.index == 0 and stream.requires_grad:
                     stream.register_hook(_caller_of(self, Runtime._end_first_block))
             forward = Forward(state, record, policy, timing)
             if state.is_compiled:
+                if state.observed is not None and state.observed.activations:
+                    policy.reach(state.observed.activations[0].group)
                 tape = self._saved_set(forward, module, stream.device, args, kwargs)
             else:
                 tape = self._tape(forward, module, stream, args, kwargs)
@@ -246,7 +256,8 @@ class Runtime:
     def _saved_set(
         self, forward: Forward, module: nn.Module, device: torch.device, args: Any, kwargs: Any
     ) -> SavedSet:
-        return SavedSet(
+        is_sample = forward.state.index in self._samples and self.plan is None
+        return (StashingSet if is_sample else SavedSet)(
             forward.record,
             forward.policy,
             device=device,
@@ -381,6 +392,7 @@ class Runtime:
             forward.tape = None  # a cycle would hold the record until the garbage collector runs
             if state.observed is None and not has_failed:
                 state.observed = observed_block(state, record)
+                state.graphs = tuple(record.graphs)
                 if isinstance(tape, Tape):
                     self._watched += [(state, *held) for held in tape.held_inputs]
             # Sealing drops nodes that a script has to tell of.
@@ -458,6 +470,9 @@ class Runtime:
 
     def unpack(self, packed: Any) -> Tensor:
         """Give autograd a saved tensor back; the other saved-tensor hook."""
+        if isinstance(packed, Stashed):
+            with self._lock, torch.no_grad():
+                return self._restore_stashed(packed)
         if not isinstance(packed, Handle):
             return restore_alias(packed)
         with self._lock:
@@ -494,6 +509,13 @@ class Runtime:
             self.ledger.count_recomputed_ops(record.num_replayed_calls - before)
         return tensor
 
+    def _restore_stashed(self, packed: Stashed) -> Tensor:
+        timing = self._start_unpack(packed.record)
+        tensor = packed.stash.restore(packed.layout)
+        if timing is not None and self.stopwatch is not None:
+            self.stopwatch.end_unpack_stashed(timing, packed.record)
+        return tensor
+
     # -- measuring -----------------------------------------------------------------------------
 
     @property
@@ -522,8 +544,33 @@ class Runtime:
         stopwatch = self.stopwatch
         if stopwatch is None or stopwatch.is_done or stopwatch.is_paused:
             return
-        if self._observed_blocks() is not None and (not stopwatch.is_running or stopwatch.is_lost):
+        blocks = self._observed_blocks()
+        if blocks is None or (stopwatch.is_running and not stopwatch.is_lost):
+            return
+        if self.compilation is not None and not self._samples:
+            # They are compiled in the step that starts now; the one after it is measured.
+            self._samples = self._choose_samples(self.compilation, blocks)
+        else:
             stopwatch.start_forward()
+
+    def _choose_samples(
+        self, compilation: Compilation, blocks: tuple[Block, ...]
+    ) -> frozenset[int]:
+        """Let the last block of each kind save all it could, and return which these are."""
+        for state in self.blocks:
+            if state.is_compiled and len(state.graphs) != 1:
+                if self.close_all is not None:
+                    self.close_all()  # the model is left as it was, and trains on
+                raise ModelError(
+                    f"{state.path} compiles into {len(state.graphs)} graphs, and a budget needs "
+                    "blocks of one: what goes from one graph to the next is not known. Take the "
+                    "graph breaks out (TORCH_LOGS=graph_breaks names them), or give a plan, such "
+                    "as 'offload'."
+                )
+        last = {signature_of(block): index for index, block in enumerate(blocks)}
+        for index in last.values():
+            compilation.save_all(self.blocks[index].path, is_wanted=True)
+        return frozenset(last.values())
 
     def _start_unpack(self, record: Record) -> BlockTiming | None:
         stopwatch = self.stopwatch

@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ebbtide.torch.devices.base import AbstractMeter, Mark
+from ebbtide.torch.fused import FusedRun, fused_block
+from ebbtide.torch.graphs import GraphFacts
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import has_gradient_hook
 from ebbtide.torch.record import ACTIVATION_ROLES, Node, Record, Role
@@ -91,6 +93,10 @@ class BlockTiming:
         """Gradients that its own parameters had when the last event began."""
         self.first_gradient_bytes = 0
         """Those when its backward began."""
+        self.graph: GraphFacts | None = None
+        """Of a compiled block."""
+        self.is_sample = False
+        """The compiled block saves all that it could."""
         self.other_gradient_bytes = 0
         """What other parameters had then, beyond what was there before the step."""
         self._meter = meter
@@ -300,6 +306,13 @@ class Stopwatch:
         timing.num_unpacks += 1
         self._open = timing, weakref.ref(record), event, self._meter.mark(is_ahead=is_ahead)
 
+    def end_unpack_stashed(self, timing: BlockTiming, record: Record) -> None:
+        """Note that the backward of a sample got something back that its block had made."""
+        event = timing.events[-1]
+        event.uses.append("")
+        timing.note_peak(record)
+        self._open = timing, weakref.ref(record), event, self._meter.mark(is_ahead=True)
+
     def end_first_block(self) -> None:
         """Mark the gradient of the first block's input."""
         if self.is_running and not self.has_ended:
@@ -373,10 +386,14 @@ class Stopwatch:
         late_peak_bytes = self._meter.take_peak_bytes()
         blocks = [
             replace(block, backward=NO_BACKWARD)
-            if (timing := self._timings.get(index)) is None or timing.block is None
+            if (timing := self._timings.get(index)) is None
+            or timing.block is None
+            or timing.graph is not None
             else self._measured(timing, timing.block)
             for index, block in enumerate(observed)
         ]
+        self._measure_fused(observed, blocks)
+        self._meter.take_peak_bytes()  # what was run for that is no part of any step
         self.blocks, self.classes = _equalised(blocks)
         self.outside = self._measured_outside(late_peak_bytes)
         self.is_done = True
@@ -412,11 +429,49 @@ class Stopwatch:
             workspace_bytes=self._workspace_bytes(timing, block),
         )
 
-    def _workspace_bytes(self, timing: BlockTiming, block: Block) -> int:
-        """The most that was allocated beyond what is counted elsewhere, call by call."""
+    def _measure_fused(self, observed: Sequence[Block], blocks: list[Block]) -> None:
+        """Put compiled blocks in their places in `blocks`, with what was measured of their kind."""
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for index, timing in self._timings.items():
+            if timing.graph is not None and timing.events:
+                kinds.setdefault(signature_of(observed[index]), []).append(index)
+        for alike in kinds.values():
+            runs = [self._fused_run(self._timings[i], observed[i]) for i in alike]
+            graph = self._timings[alike[0]].graph
+            assert graph is not None, "bug in ebbtide"
+            call_ns = {
+                t.group: t.rerun.time_ns(self._meter) for t in graph.lean if t.rerun is not None
+            }
+            for index in alike:
+                block = observed[index]
+                full_ns = {block.name + group: ns for group, ns in call_ns.items()}
+                blocks[index] = fused_block(block, runs, full_ns)
+                if not self._has_allocator:
+                    blocks[index] = _estimated(blocks[index])
+
+    def _fused_run(self, timing: BlockTiming, block: Block) -> FusedRun:
+        elapsed = self._meter.elapsed_ns
+        counted, twice = self._counted_in_forward(timing)
+        kept = {a.name for a in block.activations} if timing.is_sample else timing.kept_names
+        live_bytes = max(_live_bytes(block, kept, twice).values(), default=0)
+        return FusedRun(
+            is_full=timing.is_sample,
+            forward_ns=elapsed(timing.start, timing.end),
+            backward_ns=sum(elapsed(a, b) for event in timing.events for a, b in event.spans),
+            held_bytes=max(event.held_bytes for event in timing.events),
+            workspace_bytes=timing.end_peak_bytes - counted - live_bytes,
+            gradient_bytes=max(0, timing.events[-1].gradient_bytes - timing.first_gradient_bytes),
+        )
+
+    def _counted_in_forward(self, timing: BlockTiming) -> tuple[int, set[str]]:
+        """Return what is counted elsewhere in a block's forward, and which inputs that has."""
         earlier = {key for i, t in self._timings.items() if i < timing.index for key in t.kept}
         counted = self._start_bytes + self._constant_bytes + self._kept_bytes(timing.index - 1)
-        twice = {name for name, key in timing.input_keys.items() if key in earlier}
+        return counted, {name for name, key in timing.input_keys.items() if key in earlier}
+
+    def _workspace_bytes(self, timing: BlockTiming, block: Block) -> int:
+        """The most that was allocated beyond what is counted elsewhere, call by call."""
+        counted, twice = self._counted_in_forward(timing)
         live = _live_bytes(block, timing.kept_names, twice)
         most_bytes, live_bytes = 0, 0
         for name, _, _, peak_bytes in timing.calls:
@@ -470,6 +525,13 @@ class Stopwatch:
         return self._start_bytes > 0  # the parameters at least
 
 
+def _estimated(block: Block) -> Block:
+    """Return a compiled block with memory as it is taken to be where no allocator counts."""
+    held_bytes = HELD_IN_LARGEST * max((a.num_bytes for a in block.activations), default=0)
+    events = tuple(replace(event, held_bytes=held_bytes) for event in block.backward)
+    return replace(block, backward=events)
+
+
 def _live_bytes(block: Block, stored: AbstractSet[str], twice: AbstractSet[str]) -> dict[str, int]:
     """Return what `docs/planner.md` counts of a block's activations at each of its calls.
 
@@ -503,16 +565,16 @@ def _equalised(
     """Return the blocks with the numbers of their class, and the names in each class."""
     classes: dict[tuple[object, ...], list[Block]] = {}
     for block in blocks:
-        classes.setdefault(_signature(block), []).append(block)
+        classes.setdefault(signature_of(block), []).append(block)
     typical = {key: _numbers_of(alike) for key, alike in classes.items()}
     return (
-        tuple(typical[_signature(block)].given_to(block) for block in blocks),
+        tuple(typical[signature_of(block)].given_to(block) for block in blocks),
         tuple(tuple(block.name for block in alike) for alike in classes.values()),
     )
 
 
-def _signature(block: Block) -> tuple[object, ...]:
-    """All of a block but its path and what was measured."""
+def signature_of(block: Block) -> tuple[object, ...]:
+    """Return all of a block but its path and what was measured."""
 
     def local(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(name.removeprefix(block.name) for name in names)

@@ -25,7 +25,7 @@ from ebbtide.torch.internals import (
     new_block_call,
     set_compiled_call,
 )
-from ebbtide.torch.partition import MINIMAL, Variant, cut
+from ebbtide.torch.partition import LEAN, MINIMAL, Variant, cut
 from ebbtide.workload import Block
 
 BACKENDS: Final = ("inductor", "aot_eager")
@@ -45,13 +45,14 @@ class BlockCall:
         self._block = weakref.ref(block)
         self._path = path
         self._backend = backend
-        self._variant = MINIMAL
+        self.variant = MINIMAL
+        """What it runs with gradients."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
         assert block is not None, "bug in ebbtide: a block is called that is gone"
         # Without gradients there is nothing to save, so one variant serves.
-        variant = self._variant if torch.is_grad_enabled() else MINIMAL
+        variant = self.variant if torch.is_grad_enabled() else MINIMAL
         # Dynamo does not guard on hooks: without the key, blocks with other hooks would be served
         # by code that has none.
         call = compiled_call(self._backend, variant, type(block), hooks_in(block))
@@ -67,7 +68,7 @@ class BlockCall:
         again = {a.name for a in block.activations if a.is_replayable}
         asked = {n for n in again if plan.decision(n) in (Decision.RECOMPUTE, None)}
         local = frozenset(name.removeprefix(self._path) for name in asked)
-        self._variant = MINIMAL if again and asked == again else Variant(recomputed=local)
+        self.variant = MINIMAL if again and asked == again else Variant(recomputed=local)
 
 
 class Compilation:
@@ -96,6 +97,10 @@ class Compilation:
         """Let every block run the variant for its plan."""
         for block in blocks:
             self._planned[block.name].take_plan(plan, block)
+
+    def save_all(self, path: str, is_wanted: bool) -> None:
+        """Let a block save all that is dear, to measure it, or again as little as it can."""
+        self._planned[path].variant = LEAN if is_wanted else MINIMAL
 
     def close(self) -> None:
         """Leave the blocks uncompiled, as they were, unless somebody compiled one anew since."""
