@@ -297,6 +297,41 @@ def test_what_forward_makes_last_can_leave_before_the_turn() -> None:
         assert plan.bound_step_ns <= optimum_ns <= plan.predicted_step_ns, planner
 
 
+@pytest.mark.parametrize("slowdown_ppm", [0, 100_000, 500_000])
+def test_what_a_fused_block_makes_leaves_while_copies_slow_compute_down(slowdown_ppm: int) -> None:
+    # y must leave before the turn, in 60 ms, and what that costs is a part of them. It comes back
+    # in 6, and what that costs comes after.
+    workload = a_block_that_ends_dear()
+    assert workload.outside is not None
+    (block,) = workload.blocks
+    x, y = block.activations
+    y = replace(y, kind=OpKind.OPAQUE, is_replayable=False)
+    block = replace(
+        block,
+        activations=(replace(x, num_bytes=1), y),
+        backward=tuple(replace(event, compute_ns=0) for event in block.backward),
+        is_fused=True,
+    )
+    budget_bytes = 4 * 10**9
+    outside = replace(workload.outside, turn_bytes=budget_bytes - 1)
+    workload = replace(workload, blocks=(block,), outside=outside)
+    machine = replace(
+        random_machine(random.Random(0)),
+        device_bytes=10**12,
+        host_bytes=10**12,
+        out_bytes_per_s=50 * 10**9,
+        in_bytes_per_s=500 * 10**9,
+        slowdown_ppm=slowdown_ppm,
+    )
+    optimum_ns = best_step_ns(
+        workload, machine, budget_bytes, lambda plan: step_ns(plan, workload, machine)
+    )
+    assert optimum_ns is not None
+    assert optimum_ns == (400 + 60 + 1 + 6) * 10**6 + 6 * slowdown_ppm
+    for planner, plan in plans_of(workload, machine, budget_bytes).items():
+        assert plan.bound_step_ns <= optimum_ns <= plan.predicted_step_ns, planner
+
+
 @pytest.mark.parametrize("seed", [1263, 1314])
 def test_the_solver_refuses_nothing_that_fits(seed: int) -> None:
     # All that there is are inputs, which leave while the turn waits.
