@@ -467,7 +467,8 @@ def _forward_and_turn(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Mo
         passing = _Pool(step.num_bytes)
         dropped_after = _last_readers(part, step)
         for call in part.calls:
-            # Only the first call of a fused block finds something here.
+            # In a fused block only the first call finds something here. Its moment is the most of
+            # its calls, each of which is looked at.
             for name in let_go.pop(call.moment, ()):
                 leaving.drop(name)
             for output in call.outputs:

@@ -29,11 +29,11 @@ class Anchors:
     use_ranks: Mapping[str, int] = field(default_factory=dict[str, int])
     """Saved activation to the place of its first use, in the order of backward."""
     release_ranks: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Evicted activation to the call before which its device memory is let go."""
+    """Evicted activation to the moment before which its device memory is let go."""
     fetch_ranks: Mapping[str, int] = field(default_factory=dict[str, int])
     """Evicted activation to the use at which its fetch starts."""
     turn_start_rank: int = 0
-    """Comes after every call; the turn's end comes one later."""
+    """Comes after every moment of forward; the turn's end comes one later."""
     blocks: frozenset[str] = frozenset()
     """Blocks in which some moment lies: they are recorded even where they keep everything."""
 
