@@ -297,8 +297,11 @@ def test_what_forward_makes_last_can_leave_before_the_turn() -> None:
         assert plan.bound_step_ns <= optimum_ns <= plan.predicted_step_ns, planner
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("slowdown_ppm", [0, 100_000, 500_000])
-def test_what_a_fused_block_makes_leaves_while_copies_slow_compute_down(slowdown_ppm: int) -> None:
+def test_what_forward_makes_last_leaves_while_copies_slow_compute_down(
+    slowdown_ppm: int, is_fused: bool
+) -> None:
     # y must leave before the turn, in 60 ms, and what that costs is a part of them. It comes back
     # in 6, and what that costs comes after.
     workload = a_block_that_ends_dear()
@@ -310,7 +313,7 @@ def test_what_a_fused_block_makes_leaves_while_copies_slow_compute_down(slowdown
         block,
         activations=(replace(x, num_bytes=1), y),
         backward=tuple(replace(event, compute_ns=0) for event in block.backward),
-        is_fused=True,
+        is_fused=is_fused,
     )
     budget_bytes = 4 * 10**9
     outside = replace(workload.outside, turn_bytes=budget_bytes - 1)

@@ -313,8 +313,8 @@ def _forward_slots(block: BlockClass, num_slots: int, *, is_slowed: bool) -> lis
         last = end if end == len(spent) and block.tail_ns else end - 1
         made = sum(block.num_bytes[i] for moment in moments[:last] for i in moment.outputs)
         slots.append(_Slot(ns=sum(spent[start:end]), bytes_after=made, use_bytes=0))
-    if block.is_fused and is_slowed:
-        # What copies cost comes after the block, while its outputs leave.
+    if is_slowed and not block.tail_ns:
+        # What the last outputs' copies cost comes after the last moment, while they leave.
         slots.append(_Slot(ns=0, bytes_after=sum(block.num_bytes), use_bytes=0))
     return slots
 
