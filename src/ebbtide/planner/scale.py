@@ -84,10 +84,17 @@ def pace_workload(workload: Workload, factor: Fraction) -> Workload:
 
 def _block(block: Block, scale: Scale) -> Block:
     attention = {a.name for a in block.activations if a.kind is OpKind.ATTENTION}
+    factor = scale.square
+    if block.is_fused:
+        # One event has all of backward: as much of it is attention's as of forward.
+        attention_ns = sum({a.group: a.make_ns for a in block.activations
+                            if a.name in attention}.values())  # fmt: skip
+        share = Fraction(attention_ns, max(block.forward_ns, 1))
+        factor = share * scale.square + (1 - share) * scale.linear
     return replace(
         block,
         activations=tuple(_activation(a, scale) for a in block.activations),
-        backward=tuple(_event(event, scale, attention) for event in block.backward),
+        backward=tuple(_event(event, scale, attention, factor) for event in block.backward),
         rest_ns=_times(block.rest_ns, scale.linear),
         workspace_bytes=_times(block.workspace_bytes, scale.linear),
     )
@@ -103,13 +110,15 @@ def _activation(activation: Activation, scale: Scale) -> Activation:
     )
 
 
-def _event(event: BackwardEvent, scale: Scale, attention: set[str]) -> BackwardEvent:
+def _event(
+    event: BackwardEvent, scale: Scale, attention: set[str], slow_factor: Fraction
+) -> BackwardEvent:
     slow = any(name in attention for name in event.uses)
     # Gradients of parameters are of one size whatever the batch.
     fixed_bytes = min(event.held_bytes, event.gradient_bytes)
     return replace(
         event,
-        compute_ns=_times(event.compute_ns, scale.square if slow else scale.linear),
+        compute_ns=_times(event.compute_ns, slow_factor if slow else scale.linear),
         held_bytes=fixed_bytes + _times(event.held_bytes - fixed_bytes, scale.linear),
     )
 
