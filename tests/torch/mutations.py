@@ -68,6 +68,10 @@ MUTATIONS = (
     Mutation(1, "a source is let go at once", "traffic.py",
              "self._order[slot.index] = slot",
              "self._order[slot.index] = slot\n        slot.watched = slot.copies.leaving = None"),
+    Mutation(1, "a fetch that was refused leaves memory that was never filled", "traffic.py",
+             "back = self._device.allocate(copies.num_bytes)",
+             "back = copies.back = self._device.allocate(copies.num_bytes)\n"
+             "        copies.back_is_waited = True"),
     Mutation(1, "a fetch waits for no copy", "traffic.py",
              "stream=stream, after=(copies.last_copy,)",
              "stream=stream, after=()"),

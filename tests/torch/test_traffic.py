@@ -41,6 +41,25 @@ def test_a_row_comes_back_with_its_bytes(schedule: Schedule) -> None:
     bench.assert_nothing_is_left()
 
 
+def test_a_fetch_that_is_refused_leaves_no_memory_that_a_later_use_could_take_for_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    slot = bench.evict(7)
+    bench.traffic.settle(slot)
+
+    def refuse(*_: object, **__: object) -> object:
+        raise OSError("a copy is refused")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="refused"):
+        patch.setattr(bench.device, "copy", refuse)
+        bench.traffic.bytes_of(slot)
+    assert bench.ledger.snapshot().held_device_bytes == 0
+    assert values(bench.traffic.bytes_of(slot)) == {7}
+    del slot
+    bench.assert_nothing_is_left()
+
+
 def test_a_row_that_is_still_leaving_serves_without_a_fetch() -> None:
     bench = Bench()
     row = torch.full((ROW,), 7, dtype=torch.uint8)

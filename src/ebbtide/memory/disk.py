@@ -269,6 +269,11 @@ class DiskStore:
             self._check_open()
             return self._threads.submit(self._read, region, target)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
     def statistics(self) -> DiskStatistics:
         """Return how full the store is and was; also after `close`."""
         with self._lock:

@@ -244,7 +244,9 @@ class Tiers:
 
     def is_open(self, tier: Decision) -> bool:
         """Return whether `tier` is there, and has not been closed."""
-        return (self.host if tier is Decision.HOST else self.disk) is not None
+        if tier is Decision.HOST:
+            return self.host is not None
+        return self.disk is not None and not self.disk.is_closed
 
     def held_bytes(self, tier: Decision) -> int:
         """Return the bytes that `tier` holds now."""

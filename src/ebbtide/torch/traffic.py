@@ -527,14 +527,14 @@ class Traffic:
     def _fetch(self, slot: Slot) -> None:
         copies = slot.copies
         stream = self._device.current_stream()  # design rule 6
-        copies.back = self._device.allocate(copies.num_bytes)
-        copies.back_stream, copies.back_is_waited = stream, False
+        back = self._device.allocate(copies.num_bytes)
         # Design rule 1: a fetch waits for its own evict, and for earlier fetches, so that whoever
         # gets the place waits for all of them. It also waits for `stream`, on which the new
         # memory may still be in use by its last owner.
-        copies.fetched = copies.last_copy = self._device.copy(
-            copies.place, copies.back, stream=stream, after=(copies.last_copy,)
-        )
+        fetched = self._device.copy(copies.place, back, stream=stream, after=(copies.last_copy,))
+        # Only now: where the copy was refused, a later use must not find memory without bytes.
+        copies.back, copies.back_stream, copies.back_is_waited = back, stream, False
+        copies.fetched = copies.last_copy = fetched
         self._in_bytes += copies.num_bytes
         self.ledger.count_fetch(copies.place.tier, copies.num_bytes)
         self.ledger.count_device_bytes(copies.num_bytes)
