@@ -253,12 +253,12 @@ def report(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
 def _line(row: dict[str, Any] | None, rows: list[dict[str, Any]]) -> str:
     if row is None:
         return (
-            f"{'context':>8} {'strategy':16}{'step ms':>9}{'x keep':>8}{'peak':>8}{'first':>8}"
+            f"{'context':>8} {'strategy':18}{'step ms':>9}{'x keep':>8}{'peak':>8}{'first':>8}"
             f"{'out':>8}{'ready':>8}{'unequal':>9}{'worst':>9}"
         )
     keep = next(r for r in rows if r["context"] == row["context"])
     line = (
-        f"{row['context']:8} {row['strategy']:16}{row['step_ms']:9.1f}"
+        f"{row['context']:8} {row['strategy']:18}{row['step_ms']:9.1f}"
         f"{row['step_ms'] / keep['step_ms']:8.3f}{row['peak_gib']:8.2f}"
         f"{row['first_peak_gib']:8.2f}{row.get('out_gib', 0.0):8.2f}{row['ready_s']:8.1f}"
     )
