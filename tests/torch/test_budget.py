@@ -271,6 +271,41 @@ def test_once_gradients_stay_the_plan_has_room_for_them(
     assert differences(run.trace, plain(build, wide_head_step, num_steps=8)) == []
 
 
+class Headed(Stack):
+    """Layers of another class come after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__(Gated, 2)
+        # As many parameters as a block, and fewer modules of one class than there are blocks.
+        self.head = nn.Linear(models.WIDTH, 6 * models.WIDTH)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        return self.head(super().forward(h_BTD))
+
+
+def test_gradients_that_stay_for_the_blocks_alone_leave_those_of_the_head_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with two optimizers, one of which zeroes in place."""
+    model = seeded(Headed)
+    allocator = count_allocations(model, monkeypatch)
+    head_bytes = sum(p.numel() * 4 for p in model.get_submodule("head").parameters())
+    with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB", decide={"*": "RECOMPUTE"}) as tide:
+        for _ in range(5):
+            with allocator:
+                allocator.largest_bytes = 0
+                model(features(1, 2, models.WIDTH)).square().mean().backward()
+            for parameter in model.get_submodule("head").parameters():
+                parameter.grad = None
+            for parameter in model.get_submodule("blocks").parameters():
+                assert parameter.grad is not None
+                parameter.grad.zero_()
+        assert tide.plan is not None and tide.workload is not None
+        assert tide.workload.outside is not None
+        assert tide.workload.outside.turn_gradient_bytes == head_bytes
+        assert allocator.largest_bytes <= tide.plan.peak_bytes
+
+
 @pytest.mark.parametrize("name", ["llama", "stack"])
 def test_no_step_takes_more_than_a_budget_that_full_recomputation_keeps_to(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

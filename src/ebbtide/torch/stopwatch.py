@@ -93,6 +93,8 @@ class BlockTiming:
         """Gradients that its own parameters had when the last event began."""
         self.first_gradient_bytes = 0
         """Those when its backward began."""
+        self.start_gradient_bytes = _gradient_bytes(self.parameters)
+        """Those when its forward began."""
         self.graph: GraphFacts | None = None
         """Of a compiled block."""
         self.is_sample = False
@@ -341,7 +343,7 @@ class Stopwatch:
         """What is counted elsewhere as a block's backward starts, but for its own gradients."""
         own = _gradient_bytes(timing.parameters)
         others = _gradient_bytes(self._parameters) - own - self._start_gradient_bytes
-        timing.other_gradient_bytes = others
+        timing.other_gradient_bytes = others + timing.start_gradient_bytes
         return self._start_bytes + self._constant_bytes + others + self._kept_bytes(timing.index)
 
     def _kept_bytes(self, last_index: int) -> int:
