@@ -233,6 +233,37 @@ def test_where_everything_fits_no_block_is_watched(tmp_path: Path) -> None:
     assert_compiled_freely(2)
 
 
+@pytest.mark.parametrize("num_frozen", [1, 2])
+def test_frozen_first_blocks_have_no_graph_and_cost_nothing(
+    num_frozen: int, tmp_path: Path
+) -> None:
+    def build_frozen() -> nn.Module:
+        model = build()
+        blocks = [*model.get_submodule("blocks").children()]
+        for block in blocks[:num_frozen]:
+            block.requires_grad_(False)
+        return model
+
+    def step(model: nn.Module, index: int) -> Tensor:
+        torch.manual_seed(index)
+        loss = model(torch.randn(BATCH, NUM_TOKENS, WIDTH)).square().mean()
+        loss.backward()
+        return loss
+
+    wanted = kept_compiled(build_frozen, step)
+    model = seeded(build_frozen)
+    with attach(
+        model, budget="1GiB", disk=f"{tmp_path}:200MiB", min_bytes=1, decide={"*": "DISK"},
+        compile="aot_eager",
+    ) as tide:  # fmt: skip
+        trace = train_attached(tide, model, step, num_steps=NUM_STEPS)
+        assert tide.plan is not None and tide.workload is not None
+        num_saved = [len(block.activations) for block in tide.workload.blocks]
+        assert tide.statistics().moved_in_bytes == tide.plan.disk_bytes > 0
+    assert num_saved[:num_frozen] == [0] * num_frozen and all(num_saved[num_frozen:])
+    assert differences(trace, wanted) == []
+
+
 # -- what is measured ------------------------------------------------------------------------------
 
 

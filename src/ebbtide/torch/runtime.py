@@ -234,7 +234,7 @@ class Runtime:
             if self.stopwatch is not None and not is_in_backward():
                 timing = self.stopwatch.start_block(state.index, record, module)
                 if timing is not None and state.is_compiled:
-                    timing.graph = state.graphs[0]
+                    timing.graph = next(iter(state.graphs), None)
                     timing.is_sample = state.index in self._samples
                 if timing is not None and state.index == 0:
                     self.observed_size = stream.shape
@@ -557,8 +557,9 @@ class Runtime:
         self, compilation: Compilation, blocks: tuple[Block, ...]
     ) -> frozenset[int]:
         """Let the last block of each kind save all it could, and return which these are."""
-        for state in self.blocks:
-            if state.is_compiled and len(state.graphs) != 1:
+        for state, block in zip(self.blocks, blocks, strict=True):
+            # A frozen block that is given nothing differentiable has no graph, and saves nothing.
+            if state.is_compiled and len(state.graphs) != 1 and block.activations:
                 if self.close_all is not None:
                     self.close_all()  # the model is left as it was, and trains on
                 raise ModelError(
@@ -567,7 +568,11 @@ class Runtime:
                     "graph breaks out (TORCH_LOGS=graph_breaks names them), or give a plan, such "
                     "as 'offload'."
                 )
-        last = {signature_of(block): index for index, block in enumerate(blocks)}
+        last = {
+            signature_of(block): index
+            for index, (state, block) in enumerate(zip(self.blocks, blocks, strict=True))
+            if state.graphs
+        }
         for index in last.values():
             compilation.save_all(self.blocks[index].path, is_wanted=True)
         return frozenset(last.values())
