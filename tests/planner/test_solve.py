@@ -213,6 +213,17 @@ def test_where_nothing_fits_the_smallest_budget_is_named(planner: str) -> None:
     assert less.smallest_budget_bytes == pytest.approx(smallest_bytes, rel=0.01)
 
 
+@pytest.mark.parametrize("tier", ["HOST", "DISK"])
+def test_where_nothing_fits_pins_to_a_tier_are_kept_to(tier: str) -> None:
+    decide = {"*mlp.up_proj": tier}
+    options: dict[str, Any] = {"decide": decide}
+    outcome = plan_for_budget(WORKLOAD, DISK_MACHINE, budget_bytes=1, **options)
+    assert (outcome.code, outcome.plan) == (Code.NOTHING_FITS, None)
+    smallest_bytes = outcome.smallest_budget_bytes
+    fits = plan_for_budget(WORKLOAD, DISK_MACHINE, budget_bytes=smallest_bytes, **options)
+    assert found(fits).peak_bytes <= smallest_bytes
+
+
 def test_a_refusal_names_what_holds_the_rest() -> None:
     outside = outside_of(WORKLOAD)
     wide = replace(outside, ends_bytes=0, constant_bytes=2**20, turn_bytes=2**30)

@@ -26,6 +26,7 @@ from ebbtide.torch.compiled import Stashed, StashingSet
 from ebbtide.torch.devices.fake import FakeMeter
 from ebbtide.torch.fused import FusedRun, fused_block
 from ebbtide.torch.internals import compiled_call_of
+from ebbtide.torch.rerun import Rerun
 from ebbtide.workload import BackwardEvent
 from tests.torch.models import WIDTH, Gated, Stack
 from tests.torch.models import gpt2 as build_gpt2
@@ -318,6 +319,50 @@ def test_every_price_of_a_compiled_block_is_measured(tmp_path: Path) -> None:
     assert event.uses == tuple(names)
     assert event.compute_ns > 0
     assert event.gradient_bytes == sum(p.numel() * 4 for p in Gated().parameters())
+
+
+def test_what_cannot_be_timed_by_itself_is_as_dear_as_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Rerun, meter: object) -> int:
+        del self, meter
+        raise torch.OutOfMemoryError("no memory for a trial")
+
+    monkeypatch.setattr(Rerun, "_time_ns", refuse)
+    wanted = kept_compiled(build, wide_step)
+    model = seeded(build)
+    with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB", compile="aot_eager") as tide:
+        trace = train(model, wide_step, num_steps=NUM_STEPS)
+        assert tide.workload is not None
+        block = tide.workload.blocks[1]
+    prices = {a.make_ns for a in block.activations if a.is_replayable}
+    assert len(prices) == 1 and 0 not in prices
+    assert differences(trace, wanted) == []
+
+
+class Narrow(nn.Module):
+    """Multiplies by a product of numbers of 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        x_ND = h_BTD.detach().flatten(0, 1).to(torch.float8_e4m3fn)
+        weight_DD = self.linear.weight.detach().to(torch.float8_e4m3fn)
+        one = torch.ones((), device=h_BTD.device)
+        product: Any = torch._scaled_mm  # pyright: ignore[reportPrivateUsage]
+        y_ND = product(x_ND, weight_DD.t(), one, one, out_dtype=torch.float32)
+        return h_BTD + self.linear(h_BTD) * y_ND.view_as(h_BTD)
+
+
+def test_products_of_8_bits_are_measured_too(tmp_path: Path) -> None:
+    model = seeded(lambda: Stack(Narrow))
+    with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB", compile="aot_eager") as tide:
+        train(model, wide_step, num_steps=4)
+        assert tide.plan is not None and tide.workload is not None
+        (product,) = (a for a in tide.workload.blocks[1].activations if a.op == "_scaled_mm")
+        assert product.make_ns > 0
 
 
 class Broken(Gated):

@@ -222,7 +222,7 @@ class _Solver:
         return self._find_without_solver(caps)
 
     def _keep_peak(self) -> int:
-        endless = Caps(device_bytes=2**62, host_bytes=0, disk_bytes=0)
+        endless = Caps(device_bytes=2**62, host_bytes=2**62, disk_bytes=2**62)
         states = [self._space.states[self._space.rows[c][0][0]] for c in self._chain.class_of]
         found = lay_out_states(self._space, states, self._machine, endless)
         assert found is not None, "bug in ebbtide: no layout without limits"

@@ -10,6 +10,7 @@ So each is run here a few times on random numbers of the sizes that were traced.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from ebbtide.torch.devices.base import AbstractMeter
+
+log = logging.getLogger("ebbtide")
 
 NUM_RUNS: Final = 3
 """After one that is not counted: it may choose a kernel."""
@@ -35,12 +38,15 @@ class _Spec:
     device: torch.device
 
     def make(self, generator: torch.Generator) -> Tensor:
-        """Return a tensor of this layout, of normal random numbers or, of whole ones, zeros."""
+        """Return a tensor of this layout, of normal random numbers or, of whole ones, zeros.
+
+        Zeros too of numbers of 8 bits, of which torch draws none.
+        """
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         num = 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         row = torch.zeros(num, dtype=self.dtype, device=self.device)
-        if self.dtype.is_floating_point or self.dtype.is_complex:
+        if (self.dtype.is_floating_point or self.dtype.is_complex) and self.dtype.itemsize > 1:
             row.normal_(generator=generator)
         return row.as_strided(self.shape, self.stride)
 
@@ -73,8 +79,18 @@ class Rerun:
             return None
         return cls(call.target, args, kwargs)
 
-    def time_ns(self, meter: AbstractMeter) -> int:
-        """Return how long the call takes: the median of a few. No random state is changed."""
+    def time_ns(self, meter: AbstractMeter) -> int | None:
+        """Return how long the call takes: the median of a few. No random state is changed.
+
+        None where it does not run on other numbers, or there is no memory for them.
+        """
+        try:
+            return self._time_ns(meter)
+        except (RuntimeError, NotImplementedError) as error:
+            log.info("%s cannot be timed by itself: %s", self._function, error)
+            return None
+
+    def _time_ns(self, meter: AbstractMeter) -> int:
         specs: list[_Spec] = []
         tree_map(lambda value: specs.append(value) if isinstance(value, _Spec) else None,
                  (self._args, self._kwargs))  # fmt: skip

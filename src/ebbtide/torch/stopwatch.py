@@ -441,12 +441,11 @@ class Stopwatch:
             runs = [self._fused_run(self._timings[i], observed[i]) for i in alike]
             graph = self._timings[alike[0]].graph
             assert graph is not None, "bug in ebbtide"
-            call_ns = {
-                t.group: t.rerun.time_ns(self._meter) for t in graph.lean if t.rerun is not None
-            }
+            reruns = {t.group: t.rerun for t in graph.lean if t.rerun is not None}
+            call_ns = {group: rerun.time_ns(self._meter) for group, rerun in reruns.items()}
             for index in alike:
                 block = observed[index]
-                full_ns = {block.name + group: ns for group, ns in call_ns.items()}
+                full_ns = {block.name + g: ns for g, ns in call_ns.items() if ns is not None}
                 blocks[index] = fused_block(block, runs, full_ns)
                 if not self._has_allocator:
                     blocks[index] = _estimated(blocks[index])
