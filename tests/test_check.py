@@ -148,6 +148,12 @@ def test_kept_activations_and_one_that_forward_still_reads_are_held() -> None:
     assert (report.max_out_bytes_in_flight, report.max_in_bytes_in_flight) == (0, 0)
 
 
+def test_a_block_that_makes_nothing_has_its_workspace() -> None:
+    empty = replace(a_block("a", (), workspace_bytes=70), backward=(event(0),))
+    report = sound(a_step(empty, one_block(4, 4, 4)), ALL_KEPT)
+    assert peak(report) == (103 + 70, "forward of a")
+
+
 def test_the_turn_holds_what_is_kept_and_its_own() -> None:
     # t is gone, as nothing reads it after y; workspace belongs to ops.
     report = sound(a_step(one_block(4, 4, 4), turn_bytes=50), ALL_KEPT)

@@ -466,6 +466,15 @@ def _forward_and_turn(plan: Plan, step: _Step, outside: Outside) -> Iterator[_Mo
     for part in step.blocks:
         passing = _Pool(step.num_bytes)
         dropped_after = _last_readers(part, step)
+        if not part.calls:
+            yield _Moment(
+                name=f"forward of {part.block.name}",
+                resident_bytes=outside.resident_bytes,
+                constant_bytes=outside.constant_bytes,
+                kept_bytes=kept.total_bytes,
+                leaving_bytes=leaving.total_bytes,
+                working_bytes=part.block.workspace_bytes,
+            )
         for call in part.calls:
             # In a fused block only the first call finds something here. Its moment is the most of
             # its calls, each of which is looked at.

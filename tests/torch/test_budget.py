@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib import import_module
@@ -269,6 +269,52 @@ def test_once_gradients_stay_the_plan_has_room_for_them(
     assert run.peak_bytes > before.peak_bytes
     assert max(run.largest_bytes) <= budget
     assert differences(run.trace, plain(build, wide_head_step, num_steps=8)) == []
+
+
+def grown_bytes(model: nn.Module, folder: Path, change: Callable[[], None]) -> int:
+    """Return what counts as resting more, after a change between planned steps."""
+    with attach(model, budget="1GiB", disk=f"{folder}:200MiB", decide={"*": "RECOMPUTE"}) as tide:
+        for _ in range(4):
+            feature_step(model, 0)
+            model.zero_grad()
+        assert tide.workload is not None and tide.workload.outside is not None
+        before = tide.workload.outside.resident_bytes
+        change()
+        feature_step(model, 0)
+        feature_step(model, 0)  # the plan is made again as it starts
+        assert tide.workload.outside is not None
+        return tide.workload.outside.resident_bytes - before
+
+
+def test_gradients_that_hooks_stop_to_give_up_count_from_then_on(tmp_path: Path) -> None:
+    """As where the optimizer steps in backward of some micro-batches only."""
+    model = seeded(lambda: Stack(Gated, 4))
+    gives_up = [True]
+
+    def give_up(parameter: Tensor) -> None:
+        if gives_up[0]:
+            parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(give_up)
+    parameter_bytes = sum(p.numel() * 4 for p in model.parameters())
+    assert grown_bytes(model, tmp_path, lambda: gives_up.__setitem__(0, False)) == parameter_bytes
+
+
+def test_gradients_of_what_is_unfrozen_count_from_then_on(tmp_path: Path) -> None:
+    model = seeded(lambda: Stack(Gated, 4))
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.LayerNorm)]
+    for weight in weights:
+        weight.requires_grad_(False)
+
+    def unfreeze() -> None:
+        for weight in weights:
+            weight.requires_grad_(True)
+
+    # Gradients that stay until the next step count as well then.
+    others = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)
+    unfrozen = sum(weight.numel() * 4 for weight in weights)
+    assert grown_bytes(model, tmp_path, unfreeze) == others + unfrozen
 
 
 class Headed(Stack):

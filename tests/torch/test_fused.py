@@ -301,6 +301,25 @@ def test_one_block_of_each_kind_saves_all_it_could_while_it_is_measured(
     assert packed == one_step * 2
 
 
+@pytest.mark.parametrize("rows", [(2, 2, 16, 16), (16, 16, 4, 4)])
+def test_sizes_are_those_of_the_step_that_is_measured(
+    rows: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Also where the batch was another one before, and the code is compiled for any batch."""
+    model = seeded(build)
+    with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB", compile="aot_eager") as tide:
+        for num in rows:
+            h_BTD = torch.randn(num, NUM_TOKENS, WIDTH, requires_grad=True)
+            model(h_BTD).square().mean().backward()
+            model.zero_grad()
+        assert tide.workload is not None
+        # The third step is measured.
+        stream_bytes = rows[2] * NUM_TOKENS * WIDTH * 4
+        for block in tide.workload.blocks:
+            sizes = [a.num_bytes for a in block.activations]
+            assert sizes == [stream_bytes, 2 * stream_bytes, 2 * stream_bytes]
+
+
 def test_every_price_of_a_compiled_block_is_measured(tmp_path: Path) -> None:
     model = seeded(build)
     with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB", compile="aot_eager") as tide:

@@ -444,6 +444,22 @@ def test_gradients_that_are_given_up_at_once_count_in_their_own_event_alone() ->
     assert workload.outside.resident_bytes == sum(p.numel() * 4 for p in model.parameters())
 
 
+def test_a_hook_that_only_looks_on_hides_no_gradient_that_the_step_did_not_make() -> None:
+    class Idle(Stack):
+        def __init__(self) -> None:
+            super().__init__(Gated, NUM_BLOCKS)
+            self.expert = nn.Linear(32, 64, bias=False)
+
+    model = seeded(Idle)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
+    workload = measured_once(model, feature_step)
+    assert workload.outside is not None
+    assert workload.outside.turn_gradient_bytes == 32 * 64 * 4
+    hooks = [p._post_accumulate_grad_hooks for p in model.parameters()]  # pyright: ignore
+    assert all(len(table) == 1 for table in hooks), "ours are off again"
+
+
 def test_a_turn_that_holds_much_makes_the_peak() -> None:
     """Whatever the blocks do."""
 

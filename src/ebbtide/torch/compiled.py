@@ -9,9 +9,9 @@ storage. What is made again is made inside the compiled backward, and is not see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -228,6 +228,9 @@ class StashingSet(SavedSet):
     """
 
     _stashes: dict[int, _Stash] | None = None
+    saved_bytes: Mapping[str, int] = MappingProxyType({})
+    """Local name to the bytes of what the block has made and saved: a graph for any size knows
+    those that it was traced with alone."""
 
     def pack(self, tensor: Tensor) -> Any:
         """Take over what autograd saves; the saved-tensor hook of the block."""
@@ -237,6 +240,8 @@ class StashingSet(SavedSet):
             if self._stashes is None:
                 self._stashes = {}
             key = storage_key(tensor)
+            num_bytes = tensor.untyped_storage().nbytes()
+            self.saved_bytes = {**self.saved_bytes, next(self._names, ""): num_bytes}
             if key not in self._stashes:
                 self._stashes[key] = _Stash(tensor)
             stash = self._stashes[key]

@@ -386,6 +386,8 @@ class Runtime:
         assert tape is not None, "bug in ebbtide"
         if forward.timing is not None:
             forward.timing.end_forward()
+            if isinstance(tape, StashingSet):
+                forward.timing.saved_bytes = tape.saved_bytes
         tape.take_off()
         self._local.forward = None
         with self._lock, torch.no_grad(), pause_autocast():
@@ -620,6 +622,8 @@ class Runtime:
         """Stop recording. Graphs that are alive can still run backward."""
         if self._forward is not None:
             self._abandon(self._forward)  # an interrupt ended it
+        if self.stopwatch is not None:
+            self.stopwatch.watch_no_more()
         self.is_closed = True
 
     @property

@@ -17,15 +17,17 @@ from __future__ import annotations
 import logging
 import statistics
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ebbtide.torch.devices.base import AbstractMeter, Mark
 from ebbtide.torch.fused import FusedRun, fused_block
@@ -97,6 +99,8 @@ class BlockTiming:
         """Those when its forward began."""
         self.graph: GraphFacts | None = None
         """Of a compiled block."""
+        self.saved_bytes: Mapping[str, int] = {}
+        """Local name to bytes of what a sample has made and saved."""
         self.is_sample = False
         """The compiled block saves all that it could."""
         self.other_gradient_bytes = 0
@@ -174,12 +178,20 @@ class Stopwatch:
         """Names of the blocks, those together that were taken for equal."""
         self._meter = meter
         self._num_blocks = num_blocks
-        self._resting_gradient_bytes = self._made_gradient_bytes = 0
+        self._made_gradient_bytes = 0
+        self._resting: set[int] = set()
+        """Parameters, by number, whose gradients count as there before a step."""
+        self._trainable: set[int] = set()
+        """Those whose gradients count at all."""
+        self._got_gradient: set[int] = set()
+        """Those with hooks that got a gradient in the measured step, whatever became of it."""
+        self._watches: list[RemovableHandle] = []
         self._parameters = list(model.parameters())
         self._buffers = list(model.buffers())
         self._reset()
 
     def _reset(self) -> None:
+        self.watch_no_more()
         self.is_running = False
         self._timings: dict[int, BlockTiming] = {}
         self._records: weakref.WeakKeyDictionary[Record, BlockTiming] = weakref.WeakKeyDictionary()
@@ -216,6 +228,8 @@ class Stopwatch:
         self.is_running = True
         self._start_bytes = self._meter.allocated_bytes()
         self._start_gradient_bytes = _gradient_bytes(self._parameters)
+        self._resting = {i for i, p in enumerate(self._parameters) if p.grad is not None}
+        self._watch_hooked()
         self._meter.take_peak_bytes()
         self._start = self._meter.mark()
 
@@ -328,7 +342,8 @@ class Stopwatch:
             self._close_event(mark)
             self._backward_end = mark
             self._end_gradient_bytes = _gradient_bytes(self._parameters)
-            self._missing_bytes = _missing_gradient_bytes(self._parameters)
+            self._missing_bytes = self._missing_gradient_bytes()
+            self.watch_no_more()
 
     def _close_event(self, mark: Mark) -> None:
         if self._open is None:
@@ -345,6 +360,28 @@ class Stopwatch:
         others = _gradient_bytes(self._parameters) - own - self._start_gradient_bytes
         timing.other_gradient_bytes = others + timing.start_gradient_bytes
         return self._start_bytes + self._constant_bytes + others + self._kept_bytes(timing.index)
+
+    def _watch_hooked(self) -> None:
+        """Note which parameters get a gradient that a hook may give up at once."""
+        self._got_gradient.clear()
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and has_gradient_hook(parameter):
+                note = partial(_note_number, self._got_gradient, index)
+                self._watches.append(parameter.register_post_accumulate_grad_hook(note))
+
+    def watch_no_more(self) -> None:
+        """Take the hooks off the parameters again."""
+        for handle in self._watches:
+            handle.remove()
+        self._watches.clear()
+
+    def _missing_gradient_bytes(self) -> int:
+        """Return what gradients would take that the step did not make."""
+        return sum(
+            _element_bytes(p)
+            for i, p in enumerate(self._parameters)
+            if p.requires_grad and p.grad is None and i not in self._got_gradient
+        )
 
     def _kept_bytes(self, last_index: int) -> int:
         """Bytes that the blocks up to one keep for backward; shared storages count once."""
@@ -365,16 +402,25 @@ class Stopwatch:
         """
         if not self.is_done:
             return None
-        gradient_bytes = _gradient_bytes(parameters)
-        now = self._meter.allocated_bytes() - gradient_bytes
+        found = list(parameters)
+        there = {i: _element_bytes(p.grad) for i, p in enumerate(found) if p.grad is not None}
+        now = self._meter.allocated_bytes() - sum(there.values())
         grown = now - self.resting_bytes
         if grown * 256 < self.resting_bytes or grown <= 0:
             grown = 0
         self.resting_bytes += grown
-        more_bytes = gradient_bytes - self._resting_gradient_bytes
-        has_gradients = more_bytes * 256 > self._made_gradient_bytes > 0
+        new = {i for i, p in enumerate(found) if p.requires_grad} - self._trainable
+        if new:  # they were frozen; from now on their gradients are counted as there
+            self._trainable |= new
+            self._resting |= new
+            grown += sum(_element_bytes(found[i]) for i in new)
+        more_bytes = sum(size for i, size in there.items() if i not in self._resting)
+        has_gradients = more_bytes * 256 > max(self._made_gradient_bytes, sum(there.values()))
         if has_gradients:
-            self._made_gradient_bytes = 0  # they rest now
+            # What the measured step made rests now, and what it did not make as well.
+            grown += max(0, more_bytes - self._made_gradient_bytes)
+            self._resting |= there.keys()
+            self._made_gradient_bytes = 0
         if not grown and not has_gradients:
             return None
         return Growth(num_bytes=grown, has_gradients=has_gradients)
@@ -400,7 +446,7 @@ class Stopwatch:
         self.outside = self._measured_outside(late_peak_bytes)
         self.is_done = True
         self.resting_bytes = self._start_bytes - self._start_gradient_bytes
-        self._resting_gradient_bytes = self._start_gradient_bytes
+        self._trainable = {i for i, p in enumerate(self._parameters) if p.requires_grad}
         self._reset()
         self._parameters, self._buffers = [], []
         names = ", ".join(f"{len(alike)} like {alike[0]}" for alike in self.classes)
@@ -438,13 +484,15 @@ class Stopwatch:
             if timing.graph is not None and timing.events:
                 kinds.setdefault(signature_of(observed[index]), []).append(index)
         for alike in kinds.values():
-            runs = [self._fused_run(self._timings[i], observed[i]) for i in alike]
+            sizes = {n: b for i in alike for n, b in self._timings[i].saved_bytes.items()}
+            sized = {i: _with_sizes(observed[i], self._timings[i].block, sizes) for i in alike}
+            runs = [self._fused_run(self._timings[i], sized[i]) for i in alike]
             graph = self._timings[alike[0]].graph
             assert graph is not None, "bug in ebbtide"
             reruns = {t.group: t.rerun for t in graph.lean if t.rerun is not None}
             call_ns = {group: rerun.time_ns(self._meter) for group, rerun in reruns.items()}
             for index in alike:
-                block = observed[index]
+                block = sized[index]
                 full_ns = {block.name + g: ns for g, ns in call_ns.items() if ns is not None}
                 blocks[index] = fused_block(block, runs, full_ns)
                 if not self._has_allocator:
@@ -524,6 +572,25 @@ class Stopwatch:
     @property
     def _has_allocator(self) -> bool:
         return self._start_bytes > 0  # the parameters at least
+
+
+def _with_sizes(block: Block, measured: Block | None, saved_bytes: Mapping[str, int]) -> Block:
+    """Return a compiled block with the sizes of the step that was measured.
+
+    Args:
+        block: As it was observed; the batch may have been another one.
+        measured: As its forward left it then; of that the inputs are known.
+        saved_bytes: Local name to bytes, of what a block of its kind has made.
+    """
+    given = () if measured is None else measured.activations
+    known = {a.name: a.num_bytes for a in given if a.kind is OpKind.INPUT}
+    known |= {block.name + name: num_bytes for name, num_bytes in saved_bytes.items()}
+    return replace(
+        block,
+        activations=tuple(
+            replace(a, num_bytes=known.get(a.name, a.num_bytes)) for a in block.activations
+        ),
+    )
 
 
 def _estimated(block: Block) -> Block:
@@ -638,21 +705,13 @@ def _numbers_of(alike: Sequence[Block]) -> _Numbers:
     )
 
 
+def _note_number(numbers: set[int], number: int, _: Tensor) -> None:
+    numbers.add(number)
+
+
 def _gradient_bytes(parameters: Iterable[Tensor]) -> int:
     # Elements, not storages: gradients may be views into one bucket.
     return sum(_element_bytes(p.grad) for p in parameters if p.grad is not None)
-
-
-def _missing_gradient_bytes(parameters: Iterable[Tensor]) -> int:
-    """Return what gradients of parameters without one would take.
-
-    One with a hook that runs when it has got its gradient may have given it up again.
-    """
-    return sum(
-        _element_bytes(p)
-        for p in parameters
-        if p.requires_grad and p.grad is None and not has_gradient_hook(p)
-    )
 
 
 def _total_bytes(tensors: Iterable[Tensor]) -> int:
