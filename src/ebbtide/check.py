@@ -4,6 +4,8 @@ It executes the plan by the rules of `docs/planner.md`, moment by moment and cal
 shares no code with the planners or the simulator, so that one mistake cannot hide in both. It
 needs no clock: memory depends on the order of moments alone. Linear in the number of op calls
 and backward events.
+
+Longer than most modules: it is read whole, beside that page, and takes nothing from elsewhere.
 """
 
 from collections import Counter

@@ -19,13 +19,17 @@ from ebbtide.block import Activation, Block, OpKind
 from ebbtide.check import check_plan
 from ebbtide.errors import ModelError
 from ebbtide.machine import Machine
+from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
 from ebbtide.torch import attach
 from ebbtide.torch.blocks import find_blocks
 from ebbtide.torch.compiled import Stashed, StashingSet
 from ebbtide.torch.devices.fake import FakeMeter
+from ebbtide.torch.forward import Policy
 from ebbtide.torch.fused import FusedRun, fused_block
 from ebbtide.torch.internals import compiled_call_of
+from ebbtide.torch.parameters import Parameters
+from ebbtide.torch.record import Record
 from ebbtide.torch.rerun import Rerun
 from ebbtide.workload import BackwardEvent
 from tests.torch.models import WIDTH, Gated, Stack
@@ -382,6 +386,48 @@ def test_products_of_8_bits_are_measured_too(tmp_path: Path) -> None:
         assert tide.plan is not None and tide.workload is not None
         (product,) = (a for a in tide.workload.blocks[1].activations if a.op == "_scaled_mm")
         assert product.make_ns > 0
+
+
+def stashing() -> StashingSet:
+    ledger = Ledger()
+    return StashingSet(
+        Record("block", None),
+        Policy(None, None, ledger, set()),
+        device=torch.device("cpu"),
+        parameters=Parameters(),
+        inputs=frozenset(),
+        given=frozenset(),
+        is_checked=False,
+    )
+
+
+def restored(packed: Any) -> Tensor:
+    assert isinstance(packed, Stashed)
+    return packed.stash.restore(packed.layout)
+
+
+def test_what_waits_in_host_memory_is_never_taken_for_another_storage() -> None:
+    """Design rule 3: an address may be another storage's by then."""
+    taken = stashing()
+    packed: list[Any] = []
+    for number in range(200):
+        tensor = torch.full((16,), float(number))
+        packed.append(taken.pack(tensor))
+        del tensor
+    assert [restored(each)[0].item() for each in packed] == [*range(200)]
+
+
+def test_a_storage_that_is_saved_again_after_a_write_waits_twice() -> None:
+    taken, tensor = stashing(), torch.zeros(4, 4)
+    before = taken.pack(tensor)
+    tensor += 1
+    after, view = taken.pack(tensor), taken.pack(tensor.t()[1:])
+    assert torch.equal(restored(before), torch.zeros(4, 4))
+    assert torch.equal(restored(after), torch.ones(4, 4))
+    assert restored(view).stride() == (1, 4)
+    # A graph that is retained asks again.
+    assert torch.equal(restored(before), torch.zeros(4, 4))
+    assert taken.saved_bytes == {"": 64}
 
 
 class Broken(Gated):

@@ -51,8 +51,6 @@ class _Slot:
     """Forward: what may have been made by its end. Backward: what is first used after it."""
     use_bytes: int
     """Backward: most bytes in use or held in one of its events."""
-    most_ns: float = float("inf")
-    """It takes no longer in any plan."""
 
 
 class _Rows:
@@ -113,10 +111,9 @@ class _Program:
         outside = chain.outside
         room = caps.device_bytes - outside.resident_bytes - outside.constant_bytes
         self._room = room / _BYTES
-        slow_out, _ = slowdowns(machine)
+        is_slowed = slowdowns(machine)[0] > 0
         self._forward = [
-            _forward_slots(block, num_slots, slow_ns_per_byte=slow_out * 1e9)
-            for block in chain.classes
+            _forward_slots(block, num_slots, is_slowed=is_slowed) for block in chain.classes
         ]
         self._backward = [_backward_slots(block, num_slots) for block in chain.classes]
         self._num = 0
@@ -224,8 +221,6 @@ class _Program:
         out: int | None = None
         for block, c in enumerate(self._chain.class_of):
             lengths = [self._slot(slot.ns) for slot in self._forward[c]]
-            for slot, length in zip(self._forward[c], lengths, strict=True):
-                self._upper[length] = slot.most_ns / _NS
             self._lengthen(lengths, self._forward[c], [self._slow(block, slow_out)])
             for slot, length in zip(self._forward[c], lengths, strict=True):
                 out = self._copy(out, length, rate)
@@ -308,7 +303,7 @@ def _cuts(spent_ns: list[int], num_slots: int) -> list[int]:
     return ends
 
 
-def _forward_slots(block: BlockClass, num_slots: int, *, slow_ns_per_byte: float) -> list[_Slot]:
+def _forward_slots(block: BlockClass, num_slots: int, *, is_slowed: bool) -> list[_Slot]:
     moments = block.moments
     spent = [moment.spent_ns for moment in moments]
     spent[-1] += block.tail_ns
@@ -316,23 +311,13 @@ def _forward_slots(block: BlockClass, num_slots: int, *, slow_ns_per_byte: float
     for start, end in pairwise([0, *_cuts(spent, num_slots)]):
         # The outputs of the slot's last moment leave after it, unless the block goes on: with
         # compute, or with what their copies cost.
-        goes_on = block.tail_ns or (slow_ns_per_byte and not block.is_fused)
+        goes_on = block.tail_ns or (is_slowed and not block.is_fused)
         last = end if end == len(spent) and goes_on else end - 1
         made = sum(block.num_bytes[i] for moment in moments[:last] for i in moment.outputs)
         slots.append(_Slot(ns=sum(spent[start:end]), bytes_after=made, use_bytes=0))
-    if slow_ns_per_byte and block.is_fused:
-        # What copies cost comes after the block, while its outputs leave. Each copy's cost is
-        # rounded up. Waits belong to the next block.
-        last_outputs = moments[-1].outputs
-        most_ns = sum(block.num_bytes[i] for i in last_outputs) * slow_ns_per_byte
-        slots.append(
-            _Slot(
-                ns=0,
-                bytes_after=sum(block.num_bytes),
-                use_bytes=0,
-                most_ns=most_ns + len(last_outputs),
-            )
-        )
+    if is_slowed and block.is_fused:
+        # What copies cost comes after the block, while its outputs leave.
+        slots.append(_Slot(ns=0, bytes_after=sum(block.num_bytes), use_bytes=0))
     return slots
 
 

@@ -9,9 +9,9 @@ storage. What is made again is made inside the compiled backward, and is not see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -177,14 +177,20 @@ class SavedSet:
         self._storages.append(StorageRef(tensor.untyped_storage()))
         return node
 
-    def _facts_of(self, key: int, local: str) -> tuple[Role, str, OpKind, str]:
-        block = self.record.block
+    def _given_role(self, key: int) -> Role | None:
+        """Return what a storage is that the block was given; None for what it has made."""
         if self._parameters.get(key) is not None:
-            return Role.PARAMETER, "parameter", OpKind.INPUT, ""
+            return Role.PARAMETER
         if key in self._inputs:
-            return Role.INPUT, self._numbers.unique(f"{block}:input"), OpKind.INPUT, ""
-        if key in self._given:
-            return Role.SHARED, "shared", OpKind.INPUT, ""
+            return Role.INPUT
+        return Role.SHARED if key in self._given else None
+
+    def _facts_of(self, key: int, local: str) -> tuple[Role, str, OpKind, str]:
+        block, role = self.record.block, self._given_role(key)
+        if role is Role.INPUT:
+            return role, self._numbers.unique(f"{block}:input"), OpKind.INPUT, ""
+        if role is not None:
+            return role, role.name.lower(), OpKind.INPUT, ""
         if not local:
             self._num_saved += 1
             local = f":saved.{self._num_saved}"
@@ -227,33 +233,36 @@ class StashingSet(SavedSet):
     hold more on the device than the frugal ones do.
     """
 
-    _stashes: dict[int, _Stash] | None = None
-    saved_bytes: Mapping[str, int] = MappingProxyType({})
-    """Local name to the bytes of what the block has made and saved: a graph for any size knows
-    those that it was traced with alone."""
+    def __init__(self, record: Record, policy: Policy, **options: Any) -> None:
+        super().__init__(record, policy, **options)
+        self.saved_bytes: dict[str, int] = {}
+        """Local name to the bytes of what the block has made and saved: a graph for any size
+        knows those that it was traced with alone."""
+        self._stashes: dict[tuple[int, int], _Stash] = {}
+        """By storage and its version."""
 
     def pack(self, tensor: Tensor) -> Any:
         """Take over what autograd saves; the saved-tensor hook of the block."""
         with pause_dispatch():
-            if self.is_over or not is_plain(tensor) or not self._is_made_here(tensor):
+            is_ours = type(tensor) is Tensor and tensor.device == self._device
+            if self.is_over or not is_ours or not is_plain(tensor):
                 return super().pack(tensor)
-            if self._stashes is None:
-                self._stashes = {}
             key = storage_key(tensor)
-            num_bytes = tensor.untyped_storage().nbytes()
-            self.saved_bytes = {**self.saved_bytes, next(self._names, ""): num_bytes}
-            if key not in self._stashes:
-                self._stashes[key] = _Stash(tensor)
-            stash = self._stashes[key]
+            if self._given_role(key) is not None:
+                return super().pack(tensor)
+            self.saved_bytes[next(self._names, "")] = tensor.untyped_storage().nbytes()
+            stash = self._stashes.get((key, tensor._version))
+            if stash is None:
+                stash = self._stashes[key, tensor._version] = _Stash(tensor)
+                # Design rule 3: while it is weakly held, the address cannot mean another storage.
+                self._storages.append(StorageRef(tensor.untyped_storage()))
             stash.num_packs += 1
             return Stashed(self.record, stash, Layout.of(tensor))
 
-    def _is_made_here(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.device != self._device:
-            return False
-        key = storage_key(tensor)
-        is_given = key in self._inputs or key in self._given
-        return not is_given and self._parameters.get(key) is None
+    def forget(self) -> None:
+        """Let go of all that was only needed during the forward."""
+        super().forget()
+        self._stashes.clear()
 
 
 # A block that breaks into several graphs packs while the compiler looks on.

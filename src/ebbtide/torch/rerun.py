@@ -86,8 +86,8 @@ class Rerun:
         """
         try:
             return self._time_ns(meter)
-        except (RuntimeError, NotImplementedError) as error:
-            log.info("%s cannot be timed by itself: %s", self._function, error)
+        except RuntimeError as error:
+            log.warning("%s cannot be timed by itself: %s", self._function, error)
             return None
 
     def _time_ns(self, meter: AbstractMeter) -> int:

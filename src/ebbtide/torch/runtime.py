@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ebbtide.errors import ModelError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
+from ebbtide.torch.block_kinds import signature_of
 from ebbtide.torch.compiled import SavedSet, Stashed, StashingSet
 from ebbtide.torch.devices.base import AbstractMeter
 from ebbtide.torch.forward import (
@@ -38,6 +39,7 @@ from ebbtide.torch.forward import (
     storages_in,
     tensors_in,
 )
+from ebbtide.torch.gradient_memory import Growth
 from ebbtide.torch.identity import Copies, storage_key
 from ebbtide.torch.internals import (
     call_after_backward,
@@ -53,7 +55,7 @@ from ebbtide.torch.pace import Pace
 from ebbtide.torch.parameters import Parameters, Recent, storages_of
 from ebbtide.torch.record import Handle, Node, Record
 from ebbtide.torch.script import key_of
-from ebbtide.torch.stopwatch import BlockTiming, Growth, Stopwatch, signature_of
+from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
 from ebbtide.torch.tape import Tape, restore_alias
 from ebbtide.torch.tiers import Tiers
 from ebbtide.torch.traffic import Traffic
@@ -623,7 +625,7 @@ class Runtime:
         if self._forward is not None:
             self._abandon(self._forward)  # an interrupt ended it
         if self.stopwatch is not None:
-            self.stopwatch.watch_no_more()
+            self.stopwatch.close()
         self.is_closed = True
 
     @property

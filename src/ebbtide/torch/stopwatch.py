@@ -15,25 +15,23 @@ this step did not make (an expert without a token) as if it were there in all of
 from __future__ import annotations
 
 import logging
-import statistics
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
+from ebbtide.torch.block_kinds import equalised, signature_of
 from ebbtide.torch.devices.base import AbstractMeter, Mark
 from ebbtide.torch.fused import FusedRun, fused_block
+from ebbtide.torch.gradient_memory import GradientMemory, Growth, element_bytes, gradient_bytes
 from ebbtide.torch.graphs import GraphFacts
 from ebbtide.torch.identity import storage_key
-from ebbtide.torch.internals import has_gradient_hook
 from ebbtide.torch.record import ACTIVATION_ROLES, Node, Record, Role
 from ebbtide.workload import BackwardEvent, Block, OpKind, Outside
 
@@ -95,7 +93,7 @@ class BlockTiming:
         """Gradients that its own parameters had when the last event began."""
         self.first_gradient_bytes = 0
         """Those when its backward began."""
-        self.start_gradient_bytes = _gradient_bytes(self.parameters)
+        self.start_gradient_bytes = gradient_bytes(self.parameters)
         """Those when its forward began."""
         self.graph: GraphFacts | None = None
         """Of a compiled block."""
@@ -147,16 +145,6 @@ class BlockTiming:
             event.held_bytes = max(event.held_bytes, peak_bytes - counted)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """What rests on the device that did not before the measured step."""
-
-    num_bytes: int
-    """Such as the optimizer's state; gradients are not counted."""
-    has_gradients: bool
-    """The gradients that the measured step made are there before a step."""
-
-
 class Stopwatch:
     """Measures one forward and backward of a model; then `blocks` and `outside` are there.
 
@@ -178,28 +166,19 @@ class Stopwatch:
         """Names of the blocks, those together that were taken for equal."""
         self._meter = meter
         self._num_blocks = num_blocks
-        self._made_gradient_bytes = 0
-        self._resting: set[int] = set()
-        """Parameters, by number, whose gradients count as there before a step."""
-        self._trainable: set[int] = set()
-        """Those whose gradients count at all."""
-        self._got_gradient: set[int] = set()
-        """Those with hooks that got a gradient in the measured step, whatever became of it."""
-        self._watches: list[RemovableHandle] = []
+        self._gradients = GradientMemory(model.parameters())
         self._parameters = list(model.parameters())
         self._buffers = list(model.buffers())
         self._reset()
 
     def _reset(self) -> None:
-        self.watch_no_more()
+        self._gradients.close()
         self.is_running = False
         self._timings: dict[int, BlockTiming] = {}
         self._records: weakref.WeakKeyDictionary[Record, BlockTiming] = weakref.WeakKeyDictionary()
         self._open: tuple[BlockTiming, weakref.ref[Record], _Event, Mark] | None = None
         self._start: Mark = None
         self._start_bytes = 0
-        self._start_gradient_bytes = 0
-        self._end_gradient_bytes = self._missing_bytes = 0
         self._first_block_bytes = 0
         self._first_peak_bytes = 0
         self._constant_bytes = 0
@@ -227,9 +206,7 @@ class Stopwatch:
         self._reset()
         self.is_running = True
         self._start_bytes = self._meter.allocated_bytes()
-        self._start_gradient_bytes = _gradient_bytes(self._parameters)
-        self._resting = {i for i, p in enumerate(self._parameters) if p.grad is not None}
-        self._watch_hooked()
+        self._gradients.start()
         self._meter.take_peak_bytes()
         self._start = self._meter.mark()
 
@@ -297,8 +274,8 @@ class Stopwatch:
         self._close_event(self._meter.mark())
         if not timing.events:
             timing.base_bytes = self._counted_bytes(timing)
-            timing.first_gradient_bytes = _gradient_bytes(timing.parameters)
-        timing.gradient_bytes = _gradient_bytes(timing.parameters)
+            timing.first_gradient_bytes = gradient_bytes(timing.parameters)
+        timing.gradient_bytes = gradient_bytes(timing.parameters)
         event = timing.events[-1] if timing.events else None
         if event is None or (event.number != number and event.uses):
             event = _Event()
@@ -341,9 +318,7 @@ class Stopwatch:
             mark = self._meter.mark()
             self._close_event(mark)
             self._backward_end = mark
-            self._end_gradient_bytes = _gradient_bytes(self._parameters)
-            self._missing_bytes = self._missing_gradient_bytes()
-            self.watch_no_more()
+            self._gradients.end()
 
     def _close_event(self, mark: Mark) -> None:
         if self._open is None:
@@ -351,37 +326,15 @@ class Stopwatch:
         timing, known, event, start = self._open
         self._open = None
         event.spans.append((start, mark))
-        event.gradient_bytes = _gradient_bytes(timing.parameters)
+        event.gradient_bytes = gradient_bytes(timing.parameters)
         timing.note_peak(known())
 
     def _counted_bytes(self, timing: BlockTiming) -> int:
         """What is counted elsewhere as a block's backward starts, but for its own gradients."""
-        own = _gradient_bytes(timing.parameters)
-        others = _gradient_bytes(self._parameters) - own - self._start_gradient_bytes
+        own = gradient_bytes(timing.parameters)
+        others = self._gradients.now_bytes() - own - self._gradients.start_bytes
         timing.other_gradient_bytes = others + timing.start_gradient_bytes
         return self._start_bytes + self._constant_bytes + others + self._kept_bytes(timing.index)
-
-    def _watch_hooked(self) -> None:
-        """Note which parameters get a gradient that a hook may give up at once."""
-        self._got_gradient.clear()
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and has_gradient_hook(parameter):
-                note = partial(_note_number, self._got_gradient, index)
-                self._watches.append(parameter.register_post_accumulate_grad_hook(note))
-
-    def watch_no_more(self) -> None:
-        """Take the hooks off the parameters again."""
-        for handle in self._watches:
-            handle.remove()
-        self._watches.clear()
-
-    def _missing_gradient_bytes(self) -> int:
-        """Return what gradients would take that the step did not make."""
-        return sum(
-            _element_bytes(p)
-            for i, p in enumerate(self._parameters)
-            if p.requires_grad and p.grad is None and i not in self._got_gradient
-        )
 
     def _kept_bytes(self, last_index: int) -> int:
         """Bytes that the blocks up to one keep for backward; shared storages count once."""
@@ -397,33 +350,21 @@ class Stopwatch:
         """Return what rests on the device since the measured step, once; None if it is nothing.
 
         To be called when a forward starts. The optimizer's state appears at its first step, which
-        may come after the one that was measured; gradients are there before a further micro-batch,
-        and where they are zeroed in place. Less than a 256th of what was there is nothing.
+        may come after the one that was measured. Less than a 256th of what was there is nothing.
         """
         if not self.is_done:
             return None
-        found = list(parameters)
-        there = {i: _element_bytes(p.grad) for i, p in enumerate(found) if p.grad is not None}
-        now = self._meter.allocated_bytes() - sum(there.values())
-        grown = now - self.resting_bytes
+        there_bytes, growth = self._gradients.take_growth(parameters)
+        grown = self._meter.allocated_bytes() - there_bytes - self.resting_bytes
         if grown * 256 < self.resting_bytes or grown <= 0:
             grown = 0
         self.resting_bytes += grown
-        new = {i for i, p in enumerate(found) if p.requires_grad} - self._trainable
-        if new:  # they were frozen; from now on their gradients are counted as there
-            self._trainable |= new
-            self._resting |= new
-            grown += sum(_element_bytes(found[i]) for i in new)
-        more_bytes = sum(size for i, size in there.items() if i not in self._resting)
-        has_gradients = more_bytes * 256 > max(self._made_gradient_bytes, sum(there.values()))
-        if has_gradients:
-            # What the measured step made rests now, and what it did not make as well.
-            grown += max(0, more_bytes - self._made_gradient_bytes)
-            self._resting |= there.keys()
-            self._made_gradient_bytes = 0
-        if not grown and not has_gradients:
-            return None
-        return Growth(num_bytes=grown, has_gradients=has_gradients)
+        growth = replace(growth, num_bytes=growth.num_bytes + grown)
+        return growth or None
+
+    def close(self) -> None:
+        """Take everything off the model that measuring needs."""
+        self._gradients.close()
 
     def finish(self, observed: Sequence[Block]) -> None:
         """Read the clocks: the next step starts, or nothing follows. Waits for the device.
@@ -442,11 +383,15 @@ class Stopwatch:
         ]
         self._measure_fused(observed, blocks)
         self._meter.take_peak_bytes()  # what was run for that is no part of any step
-        self.blocks, self.classes = _equalised(blocks)
+        self.blocks, self.classes = equalised(blocks)
         self.outside = self._measured_outside(late_peak_bytes)
         self.is_done = True
-        self.resting_bytes = self._start_bytes - self._start_gradient_bytes
-        self._trainable = {i for i, p in enumerate(self._parameters) if p.requires_grad}
+        self.resting_bytes = self._start_bytes - self._gradients.start_bytes
+        made_bytes = sum(block.gradient_bytes for block in self.blocks)
+        outside = self.outside
+        self._gradients.finish(
+            made_bytes + outside.turn_gradient_bytes + outside.ends_gradient_bytes
+        )
         self._reset()
         self._parameters, self._buffers = [], []
         names = ", ".join(f"{len(alike)} like {alike[0]}" for alike in self.classes)
@@ -457,7 +402,7 @@ class Stopwatch:
         make_ns = {name: elapsed(start, end) for name, start, end, _ in timing.calls}
         activations = tuple(replace(a, make_ns=make_ns.get(a.group, 0)) for a in block.activations)
         made_ns = sum({a.group: a.make_ns for a in activations}.values())
-        held_bytes = HELD_IN_LARGEST * max((a.num_bytes for a in activations), default=0)
+        held_bytes = _estimated_held_bytes(block)
         there = accumulate((e.gradient_bytes for e in timing.events), max,
                            initial=timing.first_gradient_bytes)  # fmt: skip
         events = tuple(
@@ -532,13 +477,13 @@ class Stopwatch:
         elapsed = self._meter.elapsed_ns
         made_bytes = sum(block.gradient_bytes for block in self.blocks)
         turn_gradient_bytes = self._turn_gradient_bytes()
-        grown_bytes = self._end_gradient_bytes - self._start_gradient_bytes + self._missing_bytes
-        ends_gradient_bytes = max(0, grown_bytes - turn_gradient_bytes - made_bytes)
-        gradient_bytes = turn_gradient_bytes + made_bytes + ends_gradient_bytes
-        self._made_gradient_bytes = gradient_bytes
+        left_bytes = self._gradients.grown_bytes - turn_gradient_bytes - made_bytes
+        ends_gradient_bytes = max(0, left_bytes)
+        all_gradient_bytes = turn_gradient_bytes + made_bytes + ends_gradient_bytes
         model_bytes = _total_bytes([*self._parameters, *self._buffers])
-        other_bytes = self._start_bytes - self._start_gradient_bytes
-        resident_bytes = self._start_gradient_bytes + max(model_bytes, other_bytes)
+        start_gradient_bytes = self._gradients.start_bytes
+        other_bytes = self._start_bytes - start_gradient_bytes
+        resident_bytes = start_gradient_bytes + max(model_bytes, other_bytes)
         first = next(iter(self._timings.values()))
         ends_ns = elapsed(self._start, first.start)
         if self._first_block_end is not None:
@@ -552,7 +497,7 @@ class Stopwatch:
             resident_bytes=resident_bytes,
             turn_bytes=turn_bytes,
             turn_ns=0 if self._turn_start is None else elapsed(self._turn_start, self._turn_end),
-            ends_bytes=max(0, first_bytes, late_peak_bytes - resident_bytes - gradient_bytes),
+            ends_bytes=max(0, first_bytes, late_peak_bytes - resident_bytes - all_gradient_bytes),
             ends_ns=ends_ns,
             constant_bytes=self._constant_bytes,
             turn_gradient_bytes=turn_gradient_bytes,
@@ -567,7 +512,7 @@ class Stopwatch:
                 other_bytes = self._timings[index].other_gradient_bytes
                 most_bytes = max(most_bytes, other_bytes - later_bytes)
             later_bytes += self.blocks[index].gradient_bytes
-        return most_bytes + self._missing_bytes
+        return most_bytes + self._gradients.missing_bytes
 
     @property
     def _has_allocator(self) -> bool:
@@ -595,9 +540,13 @@ def _with_sizes(block: Block, measured: Block | None, saved_bytes: Mapping[str, 
 
 def _estimated(block: Block) -> Block:
     """Return a compiled block with memory as it is taken to be where no allocator counts."""
-    held_bytes = HELD_IN_LARGEST * max((a.num_bytes for a in block.activations), default=0)
+    held_bytes = _estimated_held_bytes(block)
     events = tuple(replace(event, held_bytes=held_bytes) for event in block.backward)
     return replace(block, backward=events)
+
+
+def _estimated_held_bytes(block: Block) -> int:
+    return HELD_IN_LARGEST * max((a.num_bytes for a in block.activations), default=0)
 
 
 def _live_bytes(block: Block, stored: AbstractSet[str], twice: AbstractSet[str]) -> dict[str, int]:
@@ -627,93 +576,6 @@ def _live_bytes(block: Block, stored: AbstractSet[str], twice: AbstractSet[str])
     return live
 
 
-def _equalised(
-    blocks: Sequence[Block],
-) -> tuple[tuple[Block, ...], tuple[tuple[str, ...], ...]]:
-    """Return the blocks with the numbers of their class, and the names in each class."""
-    classes: dict[tuple[object, ...], list[Block]] = {}
-    for block in blocks:
-        classes.setdefault(signature_of(block), []).append(block)
-    typical = {key: _numbers_of(alike) for key, alike in classes.items()}
-    return (
-        tuple(typical[signature_of(block)].given_to(block) for block in blocks),
-        tuple(tuple(block.name for block in alike) for alike in classes.values()),
-    )
-
-
-def signature_of(block: Block) -> tuple[object, ...]:
-    """Return all of a block but its path and what was measured."""
-
-    def local(names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(name.removeprefix(block.name) for name in names)
-
-    activations = tuple(
-        (
-            a.op,
-            a.kind,
-            a.num_bytes,
-            a.is_saved,
-            a.is_replayable,
-            local((a.name, a.group, *a.inputs)),
-        )
-        for a in block.activations
-    )
-    return block.class_name, activations, tuple(local(event.uses) for event in block.backward)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Numbers:
-    """What is measured of the blocks of one class."""
-
-    make_ns: tuple[int, ...]
-    compute_ns: tuple[int, ...]
-    held_bytes: tuple[int, ...]
-    gradient_bytes: tuple[int, ...]
-    rest_ns: int
-    workspace_bytes: int
-
-    def given_to(self, block: Block) -> Block:
-        """Return `block` with these numbers."""
-        activations = zip(block.activations, self.make_ns, strict=True)
-        numbers = zip(self.compute_ns, self.held_bytes, self.gradient_bytes, strict=True)
-        events = zip(block.backward, numbers, strict=True)
-        return replace(
-            block,
-            activations=tuple(replace(a, make_ns=ns) for a, ns in activations),
-            backward=tuple(
-                replace(event, compute_ns=ns, held_bytes=held, gradient_bytes=gradients)
-                for event, (ns, held, gradients) in events
-            ),
-            rest_ns=self.rest_ns,
-            workspace_bytes=self.workspace_bytes,
-        )
-
-
-def _numbers_of(alike: Sequence[Block]) -> _Numbers:
-    # Times scatter, so the median; bytes that differ have a reason, and a budget must hold.
-    makes = zip(*([a.make_ns for a in block.activations] for block in alike), strict=True)
-    computes = zip(*([e.compute_ns for e in block.backward] for block in alike), strict=True)
-    helds = zip(*([e.held_bytes for e in block.backward] for block in alike), strict=True)
-    gradients = zip(*([e.gradient_bytes for e in block.backward] for block in alike), strict=True)
-    return _Numbers(
-        make_ns=tuple(statistics.median_low(ns) for ns in makes),
-        compute_ns=tuple(statistics.median_low(ns) for ns in computes),
-        held_bytes=tuple(max(num_bytes) for num_bytes in helds),
-        gradient_bytes=tuple(max(num_bytes) for num_bytes in gradients),
-        rest_ns=statistics.median_low(block.rest_ns for block in alike),
-        workspace_bytes=max(block.workspace_bytes for block in alike),
-    )
-
-
-def _note_number(numbers: set[int], number: int, _: Tensor) -> None:
-    numbers.add(number)
-
-
-def _gradient_bytes(parameters: Iterable[Tensor]) -> int:
-    # Elements, not storages: gradients may be views into one bucket.
-    return sum(_element_bytes(p.grad) for p in parameters if p.grad is not None)
-
-
 def _total_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of all storages; one that several tensors stand on counts once."""
     return sum({storage_key(t): _num_bytes(t) for t in tensors}.values())
@@ -724,9 +586,4 @@ def _num_bytes(tensor: Tensor) -> int:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if type(local) in (Tensor, nn.Parameter) and local.layout is torch.strided:
         return local.untyped_storage().nbytes()
-    return _element_bytes(local)
-
-
-def _element_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
+    return element_bytes(local)
