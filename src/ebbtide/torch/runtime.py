@@ -578,7 +578,7 @@ class Runtime:
             if state.graphs
         }
         for index in last.values():
-            compilation.save_all(self.blocks[index].path, is_wanted=True)
+            compilation.save_all(self.blocks[index].path)
         return frozenset(last.values())
 
     def _start_unpack(self, record: Record) -> BlockTiming | None:

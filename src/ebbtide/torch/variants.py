@@ -98,9 +98,9 @@ class Compilation:
         for block in blocks:
             self._planned[block.name].take_plan(plan, block)
 
-    def save_all(self, path: str, is_wanted: bool) -> None:
-        """Let a block save all that is dear, to measure it, or again as little as it can."""
-        self._planned[path].variant = LEAN if is_wanted else MINIMAL
+    def save_all(self, path: str) -> None:
+        """Let a block save all that is dear, to measure it, until there is a plan."""
+        self._planned[path].variant = LEAN
 
     def close(self) -> None:
         """Leave the blocks uncompiled, as they were, unless somebody compiled one anew since."""
