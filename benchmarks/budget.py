@@ -26,7 +26,7 @@ PURE = ("keep", "checkpoint", "offload-inputs", "balanced")
 SHARES = (0.02, 0.15, 0.35, 0.6, 0.85)
 """Of the way from checkpointing's peak to keep's."""
 STEPS = {8192: 5, 32768: 3, 65536: 2}
-ROUNDS = {8192: 3}
+ROUNDS = {8192: 5}
 """Short steps vary with the device's clock and with what others do on the link: there strategies
 take turns."""
 

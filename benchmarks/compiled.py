@@ -4,8 +4,9 @@
 
 Llama-3-8B shape x 8 layers, random weights, batch 1, bf16; a step is forward and backward.
 `budget-B` is torch's `activation_memory_budget`; `fit:ROW:S` is ebbtide with a budget of S times
-all that the row ROW held on the device at its peak. Gradients are compared with those of compiled
-keep under deterministic settings, at the first context alone: it takes a compilation more each.
+all that the row ROW held on the device at its peak; where no plan fits it, the row says so.
+Gradients are compared with those of compiled keep under deterministic settings, at the first
+context alone: it takes a compilation more each.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ from llama_shape import make_model
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 
+from ebbtide.errors import BudgetError
 from ebbtide.torch import Tide, attach
 
 GIB = 2**30
 STRATEGIES = (
     "keep,budget-0,budget-0.5,offload-inputs,balanced,offload,offload-last:4,"
-    "fit:budget-0:1.05,fit:budget-0:1.1,fit:keep:0.5"
+    "fit:budget-0:1.05,fit:budget-0:1.1,fit:keep:0.5,fit:keep:0.7"
 )
 NUM_WARM_UP = 3
 """Observed, compiled for the plan and checked; the next one runs free."""
@@ -195,22 +197,6 @@ def main() -> None:
     model = make_model(options.layers, options.device, options.scale).train()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for context in contexts:
-            torch.compiler.reset()  # or torch would compile for any context
-            torch.manual_seed(1)
-            ids = torch.randint(0, 32000 // options.scale, (1, context), device=options.device)
-            options.is_compared = context == contexts[0]
-            wanted: dict[str, torch.Tensor] = {}
-            for name in options.strategies.split(","):
-                row = measure(name, model, ids, options, folder, rows)
-                if options.is_compared and not wanted:
-                    wanted = gradients_of(model)
-                elif options.is_compared:
-                    row |= compare(model, wanted)
-                rows.append(row)
-                print(_line(row, rows), flush=True)
     facts = {
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -221,9 +207,34 @@ def main() -> None:
         "command": "PYTHONPATH=src python3 benchmarks/compiled.py --out benchmarks/results",
     }
     options.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for context in contexts:
+            torch.compiler.reset()  # or torch would compile for any context
+            torch.manual_seed(1)
+            ids = torch.randint(0, 32000 // options.scale, (1, context), device=options.device)
+            options.is_compared = context == contexts[0]
+            wanted: dict[str, torch.Tensor] = {}
+            for name in options.strategies.split(","):
+                try:
+                    row = measure(name, model, ids, options, folder, rows)
+                except BudgetError as error:
+                    row = {"context": context, "strategy": name, "refusal": str(error)}
+                else:
+                    if options.is_compared and not wanted:
+                        wanted = gradients_of(model)
+                    elif options.is_compared:
+                        row |= compare(model, wanted)
+                rows.append(row)
+                print(_line(row, rows), flush=True)
+                write(facts, rows, options.out)
+
+
+def write(facts: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> None:
+    """Write what there is so far."""
     text = json.dumps({"facts": facts, "rows": rows}, indent=1)
-    (options.out / "compiled.json").write_text(text)
-    (options.out / "compiled.md").write_text(report(facts, rows))
+    (folder / "compiled.json").write_text(text)
+    (folder / "compiled.md").write_text(report(facts, rows))
 
 
 def report(facts: dict[str, Any], rows: list[dict[str, Any]]) -> str:
@@ -256,6 +267,8 @@ def _line(row: dict[str, Any] | None, rows: list[dict[str, Any]]) -> str:
             f"{'context':>8} {'strategy':18}{'step ms':>9}{'x keep':>8}{'peak':>8}{'first':>8}"
             f"{'out':>8}{'ready':>8}{'unequal':>9}{'worst':>9}"
         )
+    if "refusal" in row:
+        return f"{row['context']:8} {row['strategy']:18}  {row['refusal'].split('. ')[0]}"
     keep = next(r for r in rows if r["context"] == row["context"])
     line = (
         f"{row['context']:8} {row['strategy']:18}{row['step_ms']:9.1f}"

@@ -146,7 +146,9 @@ def test_gradients_that_are_not_there_before_a_step_count_where_they_are_made() 
     assert workload.gradient_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
     assert differences(got, wanted) == []
     assert max(got.peaks_bytes) <= budget
-    assert got.peaks_bytes[-1] == pytest.approx(plan.peak_bytes, rel=0.01)
+    # What is asked of the allocator agrees to 0.03 MB; it gives up to 1 MiB more for each tensor,
+    # and where gradients are made anew in each step, not every step gets the same.
+    assert 0.98 * plan.peak_bytes <= got.peaks_bytes[-1] <= plan.peak_bytes
 
 
 @pytest.mark.filterwarnings("ignore")
