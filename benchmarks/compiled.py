@@ -129,6 +129,8 @@ def measure(
             row["predicted_ms"] = tide.plan.predicted_step_ns / 1e6
             row["bound_ms"] = tide.plan.bound_step_ns / 1e6
             row["worst_first_peak_gib"] = max(first_peaks) / GIB
+            if options.plans is not None:
+                keep_plan(tide, options.plans / f"{ids.shape[1]}-{name.replace(':', '-')}")
         if tide is not None:
             counts = tide.statistics()
             row["out_gib"] = counts.moved_out_bytes / options.steps / GIB
@@ -144,6 +146,15 @@ def measure(
             finally:
                 torch.use_deterministic_algorithms(False)
     return row
+
+
+def keep_plan(tide: Tide, folder: Path) -> None:
+    """Write a budget's workload, plan and report, to see why a row is slow."""
+    assert tide.workload is not None and tide.plan is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "workload.json").write_text(tide.workload.to_json())
+    (folder / "plan.json").write_text(tide.plan.to_json())
+    (folder / "report.txt").write_text(str(tide.report()))
 
 
 def _budget(name: str, rows: list[dict[str, Any]], context: int) -> int | None:
@@ -191,6 +202,7 @@ def main() -> None:
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--scale", type=int, default=1, help="divide the widths, for a dry run")
+    parser.add_argument("--plans", type=Path, help="a folder for what was measured and planned")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     contexts = [int(context) for context in options.contexts.split(",")]
