@@ -42,7 +42,7 @@ def test_what_a_probe_takes_it_gives_back() -> None:
 
 def test_a_gpu_may_have_a_disk(tmp_path: Path) -> None:
     disk = DiskSpec(path=str(tmp_path), cap_bytes=2**30)
-    machine = probe_machine(torch.device("cuda", 0), disk=disk, num_bytes=MIB)
+    machine = probe_machine(torch.device("cuda", 0), disks=[disk], num_bytes=MIB)
     assert machine.disk_bytes == 2**30
     assert machine.disk_write_bytes_per_s > 0
     assert machine.disk_read_bytes_per_s > 0

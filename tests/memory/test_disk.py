@@ -9,13 +9,10 @@ import pytest
 
 from ebbtide.errors import MemoryTierError, RuntimeStateError
 from ebbtide.memory.arena import Region
-from ebbtide.memory.disk import (
-    REQUEST_BYTES,
-    AbstractFileCalls,
-    DiskStatistics,
-    DiskStore,
-    SystemFileCalls,
-)
+from ebbtide.memory.disk import DiskStatistics, DiskStore
+from ebbtide.memory.file_calls import AbstractFileCalls, OpenFile, SystemFileCalls
+from ebbtide.memory.stripes import STRIPE_BYTES
+from tests.disk_folders import in_folder
 
 CAP_BYTES = 1 << 20
 
@@ -30,16 +27,17 @@ class FaultyFileCalls(AbstractFileCalls):
         allocate_errno: int = 0,
         copy_errno: int = 0,
         max_bytes: int | None = None,
+        is_direct: bool = False,
     ) -> None:
         self.sizes: list[int] = []
         self.allocated_bytes = 0
-        self._real = SystemFileCalls()
+        self._real = SystemFileCalls(is_direct=is_direct)
         self._open_errno = open_errno
         self._allocate_errno = allocate_errno
         self._copy_errno = copy_errno
         self._max_bytes = max_bytes
 
-    def open(self, path: Path) -> int:
+    def open(self, path: Path) -> OpenFile:
         fail_with(self._open_errno)
         return self._real.open(path)
 
@@ -111,7 +109,7 @@ def wait_until_closing(store: DiskStore) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[DiskStore]:
-    with DiskStore(tmp_path, CAP_BYTES) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES)) as store:
         store.reserve(CAP_BYTES)
         yield store
 
@@ -149,8 +147,8 @@ def test_a_buffer_of_any_item_size_is_copied_as_bytes(store: DiskStore) -> None:
 
 def test_short_copies_are_continued(tmp_path: Path) -> None:
     calls = FaultyFileCalls(max_bytes=300)
-    with DiskStore(tmp_path, CAP_BYTES, calls=calls) as store:
-        store.reserve(4096)
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), calls=calls) as store:
+        store.reserve(8192)
         taken(store, 512)
         region = taken(store, 1000)
         assert write_and_read(store, region, numbered(1000)) == numbered(1000)
@@ -159,17 +157,18 @@ def test_short_copies_are_continued(tmp_path: Path) -> None:
 
 def test_requests_are_cut_at_16_mib(tmp_path: Path) -> None:
     calls = FaultyFileCalls()
-    num_bytes = REQUEST_BYTES + 5
-    with DiskStore(tmp_path, 2 * REQUEST_BYTES, calls=calls) as store:
+    num_bytes = STRIPE_BYTES + 5
+    with DiskStore(in_folder(tmp_path, 2 * STRIPE_BYTES), calls=calls) as store:
         store.reserve(num_bytes)
         content = os.urandom(num_bytes)
         assert write_and_read(store, taken(store, num_bytes), content) == content
-    assert REQUEST_BYTES == 16 * 1024 * 1024
-    assert calls.sizes == 2 * [REQUEST_BYTES, 5]
+    assert STRIPE_BYTES == 16 * 1024 * 1024
+    # Requests run side by side.
+    assert sorted(calls.sizes) == 2 * [5] + 2 * [STRIPE_BYTES]
 
 
 def test_the_folder_stays_empty_while_the_store_is_open(tmp_path: Path) -> None:
-    with DiskStore(tmp_path, CAP_BYTES) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES)) as store:
         store.reserve(CAP_BYTES)
         write_and_read(store, taken(store, 1000), numbered(1000))
         assert list(tmp_path.iterdir()) == []
@@ -177,24 +176,24 @@ def test_the_folder_stays_empty_while_the_store_is_open(tmp_path: Path) -> None:
 
 def test_space_is_allocated_when_it_is_reserved(tmp_path: Path) -> None:
     calls = FaultyFileCalls()
-    with DiskStore(tmp_path, CAP_BYTES, calls=calls) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), calls=calls) as store:
         store.reserve(CAP_BYTES)
     assert calls.allocated_bytes >= CAP_BYTES
 
 
 def test_nothing_can_be_taken_before_space_is_reserved(tmp_path: Path) -> None:
-    with DiskStore(tmp_path, CAP_BYTES) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES)) as store:
         assert store.take(1) is None
 
 
 def test_reserving_more_keeps_what_is_written(tmp_path: Path) -> None:
-    with DiskStore(tmp_path, CAP_BYTES) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES)) as store:
         store.reserve(1000)
         region = taken(store, 1000)
         store.write(region, numbered(1000)).result()
         store.reserve(5000)
-        assert store.statistics().reserved_bytes == 5120
-        assert taken(store, 4096).offset_bytes == 1024
+        assert store.statistics().reserved_bytes == 8192
+        assert taken(store, 4096).offset_bytes == 4096
         back = bytearray(1000)
         store.read(region, back).result()
         assert bytes(back) == numbered(1000)
@@ -215,7 +214,7 @@ def test_statistics_count_bytes_and_regions(store: DiskStore) -> None:
         cap_bytes=CAP_BYTES,
         reserved_bytes=CAP_BYTES,
         held_bytes=1000,
-        peak_taken_bytes=1536,
+        peak_taken_bytes=8192,
         num_regions=1,
         num_refused=1,
         written_bytes=1000,
@@ -226,7 +225,7 @@ def test_statistics_count_bytes_and_regions(store: DiskStore) -> None:
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "missing"
     with pytest.raises(MemoryTierError) as caught:
-        DiskStore(folder, CAP_BYTES)
+        DiskStore(in_folder(folder, CAP_BYTES))
     assert str(caught.value) == (
         f"disk folder '{folder}' does not exist; ebbtide makes a file in it, but never the folder. "
         "Create it, or name another one."
@@ -238,7 +237,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
     with pytest.raises(MemoryTierError) as caught:
-        DiskStore(path, CAP_BYTES)
+        DiskStore(in_folder(path, CAP_BYTES))
     assert str(caught.value) == (
         f"disk folder '{path}' is not a folder; ebbtide makes a file of its own in a folder. "
         f"Name a folder, for example '{tmp_path}'."
@@ -248,7 +247,7 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, number: int) -> None:
     with pytest.raises(MemoryTierError) as caught:
-        DiskStore(tmp_path, CAP_BYTES, calls=FaultyFileCalls(open_errno=number))
+        DiskStore(in_folder(tmp_path, CAP_BYTES), calls=FaultyFileCalls(open_errno=number))
     assert str(caught.value) == (
         f"disk folder '{tmp_path}': no file can be made in it ({os.strerror(number)}); ebbtide "
         "needs to write there. Give yourself permission to write, or name another folder."
@@ -256,20 +255,20 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, number: int)
 
 
 def test_a_cap_that_is_too_small_is_refused(tmp_path: Path) -> None:
-    with DiskStore(tmp_path, 1300) as store:
-        store.reserve(1024)
+    with DiskStore(in_folder(tmp_path, 5000)) as store:
+        store.reserve(4096)
         with pytest.raises(MemoryTierError) as caught:
-            store.reserve(1025)
-        assert store.statistics().reserved_bytes == 1024
+            store.reserve(4097)
+        assert store.statistics().reserved_bytes == 4096
     assert str(caught.value) == (
-        f"disk folder '{tmp_path}': the plan needs 1.5 KiB (1536 bytes), but the cap is 1.0 KiB "
-        "(1024 bytes); the cap is never exceeded. Raise the cap, or use a plan that moves less."
+        f"disk folder '{tmp_path}': the plan needs 8.0 KiB (8192 bytes), but the cap is 4.0 KiB "
+        "(4096 bytes); the cap is never exceeded. Raise the cap, or use a plan that moves less."
     )
 
 
 def test_a_disk_with_too_little_free_space_is_refused(tmp_path: Path) -> None:
     wanted_bytes = 1 << 60
-    with DiskStore(tmp_path, wanted_bytes) as store:
+    with DiskStore(in_folder(tmp_path, wanted_bytes)) as store:
         with pytest.raises(MemoryTierError) as caught:
             store.reserve(wanted_bytes)
         assert store.statistics().reserved_bytes == 0
@@ -289,14 +288,14 @@ def test_a_disk_that_fills_up_while_space_is_reserved_is_refused(
     tmp_path: Path, number: int
 ) -> None:
     calls = FaultyFileCalls(allocate_errno=number)
-    with DiskStore(tmp_path, CAP_BYTES, calls=calls) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), calls=calls) as store:
         with pytest.raises(MemoryTierError) as caught:
             store.reserve(1024)
         assert store.take(1) is None
     assert str(caught.value) == (
-        f"disk folder '{tmp_path}': reserving 1.0 KiB (1024 bytes) failed, since the disk or your "
-        f"quota is full ({os.strerror(number)}); other programs may have filled it. Free space "
-        "there, or name another folder."
+        f"disk folder '{tmp_path}': reserving 4.0 KiB (4096 bytes) failed, since the disk or your "
+        f"quota is full (errno {number}: {os.strerror(number)}); other programs may have "
+        "filled it. Free space there, or name another folder."
     )
 
 
@@ -305,7 +304,7 @@ def test_a_file_system_that_cannot_allocate_ahead_is_used_without(
     tmp_path: Path, number: int
 ) -> None:
     calls = FaultyFileCalls(allocate_errno=number)
-    with DiskStore(tmp_path, CAP_BYTES, calls=calls) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), calls=calls) as store:
         store.reserve(CAP_BYTES)
         region = taken(store, 1000)
         # The file has its full length, though nothing was written.
@@ -315,7 +314,7 @@ def test_a_file_system_that_cannot_allocate_ahead_is_used_without(
 
 def test_a_failing_copy_is_told_by_its_future(tmp_path: Path) -> None:
     calls = FaultyFileCalls(copy_errno=errno.EIO)
-    with DiskStore(tmp_path, CAP_BYTES, calls=calls) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), calls=calls) as store:
         store.reserve(1024)
         region = taken(store, 1000)
         write_error = store.write(region, numbered(1000)).exception()
@@ -324,31 +323,33 @@ def test_a_failing_copy_is_told_by_its_future(tmp_path: Path) -> None:
     assert isinstance(write_error, MemoryTierError)
     assert isinstance(read_error, MemoryTierError)
     assert str(write_error) == (
-        f"disk folder '{tmp_path}': writing 1000 B (1000 bytes) failed (Input/output error); "
-        "activations there cannot be trusted any more. Check the disk, or name another folder."
+        f"disk folder '{tmp_path}': writing 1000 B (1000 bytes) at byte 0 of its file failed "
+        "(errno 5: Input/output error); activations there cannot be trusted any more. Check the "
+        "disk, or name another folder."
     )
-    assert "reading 1000 B (1000 bytes) failed (Input/output error)" in str(read_error)
+    assert "reading 1000 B (1000 bytes) at byte 0 of its file failed (errno 5: " in str(read_error)
 
 
 def test_a_disk_that_fills_up_while_writing_is_told_by_the_future(tmp_path: Path) -> None:
     calls = FaultyFileCalls(copy_errno=errno.ENOSPC)
-    with DiskStore(tmp_path, CAP_BYTES, calls=calls) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), calls=calls) as store:
         store.reserve(1024)
         error = store.write(taken(store, 10), numbered(10)).exception()
     assert isinstance(error, MemoryTierError)
-    assert "writing 10 B (10 bytes) failed, since the disk or your quota is full" in str(error)
+    assert "writing 10 B (10 bytes) at byte 0 of its file failed, since the disk or" in str(error)
 
 
 @pytest.mark.parametrize("verb", ["reading", "writing"])
 def test_a_copy_that_makes_no_progress_ends(tmp_path: Path, verb: str) -> None:
-    with DiskStore(tmp_path, CAP_BYTES, calls=FaultyFileCalls(max_bytes=0)) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), calls=FaultyFileCalls(max_bytes=0)) as store:
         store.reserve(1024)
         region = taken(store, 10)
         copies = {"reading": store.read, "writing": store.write}
         error = copies[verb](region, bytearray(10)).exception()
     assert str(error) == (
-        f"disk folder '{tmp_path}': {verb} stopped after 0 B (0 bytes) of 10 B (10 bytes); the "
-        "file must hold what was reserved. Check the disk, or name another folder."
+        f"disk folder '{tmp_path}': {verb} stopped after 0 B (0 bytes) of 10 B (10 bytes), at "
+        "byte 0 of its file; the file must hold what was reserved. Check the disk, or name another "
+        "folder."
     )
 
 
@@ -378,7 +379,7 @@ def test_giving_back_twice_is_a_bug(store: DiskStore) -> None:
 
 
 def test_a_closed_store_refuses_every_use(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, CAP_BYTES)
+    store = DiskStore(in_folder(tmp_path, CAP_BYTES))
     store.reserve(1024)
     region = taken(store, 10)
     store.close()
@@ -393,13 +394,13 @@ def test_a_closed_store_refuses_every_use(tmp_path: Path) -> None:
         store.write(region, bytes(10))
     with pytest.raises(RuntimeStateError, match=message):
         store.read(region, bytearray(10))
-    assert store.statistics().reserved_bytes == 1024
+    assert store.statistics().reserved_bytes == 4096
 
 
 def test_closing_waits_for_copies_that_run_and_fails_those_that_wait(tmp_path: Path) -> None:
     calls = HeldFileCalls()
-    store = DiskStore(tmp_path, CAP_BYTES, num_threads=1, calls=calls)
-    store.reserve(2048)
+    store = DiskStore(in_folder(tmp_path, CAP_BYTES), num_threads=1, calls=calls)
+    store.reserve(8192)
     running = store.write(taken(store, 10), bytes(10))
     waiting = store.write(taken(store, 10), bytes(10))
     assert calls.started.wait(timeout=60)
@@ -417,7 +418,7 @@ def test_closing_waits_for_copies_that_run_and_fails_those_that_wait(tmp_path: P
 
 def test_closing_gives_the_descriptor_back(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with DiskStore(tmp_path, CAP_BYTES) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES)) as store:
         store.reserve(1024)
         assert len(os.listdir("/proc/self/fd")) == before + 1
     assert len(os.listdir("/proc/self/fd")) == before
@@ -425,6 +426,6 @@ def test_closing_gives_the_descriptor_back(tmp_path: Path) -> None:
 
 def test_impossible_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cap_bytes is -1"):
-        DiskStore(tmp_path, -1)
+        DiskStore(in_folder(tmp_path, -1))
     with pytest.raises(ValueError, match="num_threads is 0"):
-        DiskStore(tmp_path, 1, num_threads=0)
+        DiskStore(in_folder(tmp_path, 1), num_threads=0)

@@ -35,7 +35,7 @@ def test_a_cpu_has_no_host_tier_and_no_disk_unless_one_is_given() -> None:
 
 
 def test_a_disk_is_written_and_read_back_and_left_as_it_was(tmp_path: Path) -> None:
-    machine = probe_machine(CPU, disk=DiskSpec(path=str(tmp_path), cap_bytes=80 * MIB))
+    machine = probe_machine(CPU, disks=[DiskSpec(path=str(tmp_path), cap_bytes=80 * MIB)])
     assert machine.disk_bytes == 80 * MIB
     assert machine.disk_write_bytes_per_s > 0
     assert machine.disk_read_bytes_per_s > 0
@@ -44,13 +44,13 @@ def test_a_disk_is_written_and_read_back_and_left_as_it_was(tmp_path: Path) -> N
 
 
 def test_no_more_than_the_cap_is_written(tmp_path: Path) -> None:
-    machine = probe_machine(CPU, disk=DiskSpec(path=str(tmp_path), cap_bytes=3 * MIB + 1))
+    machine = probe_machine(CPU, disks=[DiskSpec(path=str(tmp_path), cap_bytes=3 * MIB + 1)])
     assert machine.disk_bytes == 3 * MIB + 1
     assert "3.0 MiB on disk" in machine.source
 
 
 def test_a_disk_of_no_bytes_is_no_disk() -> None:
-    machine = probe_machine(CPU, disk=DiskSpec(path="/no/such/folder", cap_bytes=0))
+    machine = probe_machine(CPU, disks=[DiskSpec(path="/no/such/folder", cap_bytes=0)])
     assert (machine.disk_bytes, machine.disk_write_bytes_per_s) == (0, 0)
 
 
@@ -64,8 +64,8 @@ def test_ranks_of_the_node_share_its_host_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_folder_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(MemoryTierError, match=r"disk folder '/no/such/folder': writing 1\.0 MiB"):
-        probe_machine(CPU, disk=DiskSpec(path="/no/such/folder", cap_bytes=MIB))
+    with pytest.raises(MemoryTierError, match=r"disk folder '/no/such/folder' does not exist"):
+        probe_machine(CPU, disks=[DiskSpec(path="/no/such/folder", cap_bytes=MIB)])
 
 
 def test_other_devices_are_refused() -> None:

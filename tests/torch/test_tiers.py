@@ -14,8 +14,10 @@ from ebbtide.memory.disk import DiskStore
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.tiers import HostRegion, Tiers, take_what_there_is
+from tests.disk_folders import in_folder
 
 UNIT = 512
+DISK_UNIT = 4096
 
 
 def host_tiers(num_units: int = 8) -> Tiers:
@@ -38,8 +40,8 @@ def span(first_unit: int, end_unit: int) -> Place:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[DiskStore]:
-    with DiskStore(tmp_path, 8 * UNIT, num_threads=1) as store:
-        store.reserve(8 * UNIT)
+    with DiskStore(in_folder(tmp_path, 8 * DISK_UNIT), num_threads=1) as store:
+        store.reserve(8 * DISK_UNIT)
         yield store
 
 
@@ -331,12 +333,12 @@ def test_bounce_memory_is_taken_down_to_what_one_copy_needs() -> None:
 
 
 def test_the_disk_tier_grows_up_to_its_cap(tmp_path: Path) -> None:
-    with DiskStore(tmp_path, 3 * UNIT, num_threads=1) as store:
-        store.reserve(UNIT)
+    with DiskStore(in_folder(tmp_path, 3 * DISK_UNIT), num_threads=1) as store:
+        store.reserve(DISK_UNIT)
         tiers = Tiers(host=None, disk=store)
-        assert tiers.take(Decision.DISK, 4 * UNIT) is None
+        assert tiers.take(Decision.DISK, 4 * DISK_UNIT) is None
         tiers.grow_to_demand()
-        assert store.statistics().reserved_bytes == 3 * UNIT
+        assert store.statistics().reserved_bytes == 3 * DISK_UNIT
 
 
 # -- the end ---------------------------------------------------------------------------------------

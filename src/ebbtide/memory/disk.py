@@ -1,87 +1,42 @@
-"""The disk tier: one file that is unlinked as soon as it is open, and threads that copy.
+"""The disk tier: files that have no names, and threads that copy.
 
-The file has no name while it is used, so that nothing is left behind when a process is killed.
-Its space is allocated before the first step, so that a full disk is found then and not in the
-middle of a step. Requests go through the page cache: O_DIRECT would need aligned buffers from
-every caller.
+Nothing is left behind when a process is killed, since a file without a name goes with the process
+that opened it. Space is allocated before the first step, so that a full disk is found then and not
+in the middle of a step. With several folders, each activation is spread over their files by what
+each disk was measured to do.
 """
 
-import errno
-import os
-import secrets
-import shutil
-import sys
+import logging
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
 from ebbtide.errors import MemoryTierError, RuntimeStateError
-from ebbtide.memory.arena import ALIGNMENT_BYTES, Arena, Region
-from ebbtide.units import format_bytes
+from ebbtide.memory.arena import Arena, Region
+from ebbtide.memory.checksums import Checksums
+from ebbtide.memory.disk_file import DiskFile, exact
+from ebbtide.memory.disk_rates import measure_rates
+from ebbtide.memory.file_calls import BLOCK_SIZES, AbstractFileCalls, SystemFileCalls
+from ebbtide.memory.mounts import find_file_system, warning_for
+from ebbtide.memory.stripes import Part, Stripes
+from ebbtide.units import DiskSpec
 
-# Requests of this size reached 3.3 GB/s writing and 1.4 GB/s reading, measured on a virtual
-# disk with 8 threads and O_DIRECT.
-REQUEST_BYTES = 16 * 1024 * 1024
+log = logging.getLogger("ebbtide")
+
+DISK_ALIGNMENT_BYTES = max(BLOCK_SIZES)
+"""Regions begin at multiples of it, whatever the disk's own blocks are."""
 
 # Not measured: enough that reads and writes go on side by side, and few enough to leave most
 # cores of a small machine to the data loader.
 NUM_THREADS = 4
-
-# What posix_fallocate says on a file system that cannot allocate ahead.
-CANNOT_ALLOCATE = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS})
+"""Requests in flight to one folder."""
 
 BytesLike = memoryview | bytearray | bytes
 """What a copy reads or fills; `memoryview(x)` makes one of anything with the buffer protocol."""
-
-
-class AbstractFileCalls(ABC):
-    """The calls to the system that a `DiskStore` makes; a test can make them fail."""
-
-    @abstractmethod
-    def open(self, path: Path) -> int:
-        """Create the file `path`, which must not exist, remove its name, return it open."""
-
-    @abstractmethod
-    def allocate(self, descriptor: int, num_bytes: int) -> None:
-        """Make the file `num_bytes` bytes long and allocate them all; OSError if impossible."""
-
-    @abstractmethod
-    def write_at(self, descriptor: int, source: memoryview, offset_bytes: int) -> int:
-        """Write some of `source`, at least one byte, and return how many bytes."""
-
-    @abstractmethod
-    def read_at(self, descriptor: int, target: memoryview, offset_bytes: int) -> int:
-        """Read into some of `target` and return how many bytes; 0 at the end of the file."""
-
-
-@final
-class SystemFileCalls(AbstractFileCalls):
-    """The real calls."""
-
-    def open(self, path: Path) -> int:
-        """Create, unlink and return the file; only its owner may read it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        path.unlink()
-        return descriptor
-
-    def allocate(self, descriptor: int, num_bytes: int) -> None:
-        """Allocate with posix_fallocate, which only some systems and file systems have."""
-        if sys.platform != "linux":
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        os.posix_fallocate(descriptor, 0, num_bytes)
-
-    def write_at(self, descriptor: int, source: memoryview, offset_bytes: int) -> int:
-        """Write with pwritev, which moves no file position that threads would share."""
-        return os.pwritev(descriptor, [source], offset_bytes)
-
-    def read_at(self, descriptor: int, target: memoryview, offset_bytes: int) -> int:
-        """Read with preadv, which moves no file position that threads would share."""
-        return os.preadv(descriptor, [target], offset_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,21 +44,46 @@ class DiskStatistics:
     """How full a disk store is and was, and what went through it."""
 
     cap_bytes: int
-    """Most bytes that the file may have."""
+    """Most bytes that its files may have together."""
     reserved_bytes: int
-    """Bytes that the file has."""
+    """Bytes that they have."""
     held_bytes: int
     """Sum of what callers asked for and still hold."""
     peak_taken_bytes: int
-    """Most bytes that were taken at once, with the rounding to 512."""
+    """Most bytes that were taken at once, with the rounding to 4096."""
     num_regions: int
     """Regions that callers hold."""
     num_refused: int
     """Requests for which nothing was free."""
     written_bytes: int
-    """Bytes written since the start; what wears the disk."""
+    """Bytes written since the start; what wears the disks."""
     read_bytes: int
     """Bytes read since the start."""
+
+
+class _Copy:
+    """A copy that several requests make."""
+
+    def __init__(self, num_parts: int) -> None:
+        self.future: Future[None] = Future()
+        self._lock = threading.Lock()
+        self._num_left = num_parts
+        self._error: BaseException | None = None
+
+    def end_part(self, error: BaseException | None) -> None:
+        """Note that a part is done; the last one tells whoever waits.
+
+        Not the first that fails: the others still use the caller's memory.
+        """
+        with self._lock:
+            self._error = self._error or error
+            self._num_left -= 1
+            if self._num_left:
+                return
+        if self._error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(self._error)
 
 
 @final
@@ -112,43 +92,58 @@ class DiskStore:
 
     Every method may be called from any thread. Copies run on threads of the store; two copies
     are unordered, so the caller waits for the future of a write before it reads that region.
-    Other programs cannot see the file, and the system frees it when the process ends in any
-    way. A child made by fork must not use the store.
+    Other programs cannot see the files, and the system frees them when the process ends in any
+    way. A child made by fork must not use the store. Requests pass the page cache by where the
+    file system can, so that what is evicted really leaves memory.
 
     Args:
-        folder: Where the file is made; must exist and be writable.
-        cap_bytes: Most bytes that the file may have, rounded down to a multiple of 512.
-        num_threads: Copies that run at once; each takes one thread.
+        folders: Where files are made, one in each, and the most bytes there, rounded down to a
+            multiple of 4096; folders must exist and be writable.
+        rates: How much each folder is given beside the others, in any unit. By default they are
+            measured if there are several.
+        has_checksums: Keep a checksum of what is written, and compare it with what is read.
+        num_threads: Requests in flight to one folder; each takes one thread.
         calls: The calls to the system; other ones than the real ones are for tests.
 
     Raises:
-        MemoryTierError: The folder does not exist, is not a folder, or no file can be made
-            in it.
-        ValueError: `cap_bytes` is below 0, or `num_threads` below 1.
+        MemoryTierError: A folder does not exist, is not a folder, or no file can be made in it.
+        MissingExtraError: Checksums were asked for, and xxhash is not installed.
+        ValueError: There is no folder, a cap is below 0, a rate is not above 0 or of no folder, or
+            `num_threads` is below 1.
     """
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
-        cap_bytes: int,
+        folders: Sequence[DiskSpec],
         *,
+        rates: Sequence[float] | None = None,
+        has_checksums: bool = False,
         num_threads: int = NUM_THREADS,
         calls: AbstractFileCalls | None = None,
     ) -> None:
-        if cap_bytes < 0:
-            raise ValueError(f"cap_bytes is {cap_bytes}; it must be 0 or more")
-        if num_threads < 1:
-            raise ValueError(f"num_threads is {num_threads}; it must be 1 or more")
-        self._folder = Path(folder)
-        self._cap_bytes = cap_bytes - cap_bytes % ALIGNMENT_BYTES
-        self._calls = SystemFileCalls() if calls is None else calls
+        _check(folders, rates, num_threads)
+        calls = SystemFileCalls() if calls is None else calls
+        self._caps = [spec.cap_bytes - spec.cap_bytes % DISK_ALIGNMENT_BYTES for spec in folders]
+        self._place = "disk folder " + " and ".join(repr(str(spec.path)) for spec in folders)
+        self._checksums = Checksums() if has_checksums else None
         self._lock = threading.Lock()
-        self._arena = Arena(0)
-        self._written_bytes = 0
-        self._read_bytes = 0
+        self._arena = Arena(0, DISK_ALIGNMENT_BYTES)
+        self._written_bytes = self._read_bytes = 0
         self._is_closed = False
-        self._descriptor = self._open()
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ebbtide-disk")
+        with ExitStack() as opened:
+            self._files: list[DiskFile] = []
+            for spec in folders:
+                self._files.append(DiskFile(spec.path, calls))
+                opened.callback(self._files[-1].close)
+            if rates is None:
+                rates = _measured_rates(folders, calls)
+            self._stripes = Stripes(rates)
+            for file in self._files:
+                _say_what_is_wrong_with(file)
+            self._close_files = opened.pop_all().close
+        self._threads = ThreadPoolExecutor(
+            num_threads * len(folders), thread_name_prefix="ebbtide-disk"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -162,41 +157,42 @@ class DiskStore:
         self.close()
 
     def reserve(self, num_bytes: int) -> None:
-        """Make the file at least `num_bytes` bytes long, rounded up to a multiple of 512.
+        """Make the files at least `num_bytes` bytes long together, rounded up to 4096.
 
-        Where the file system cannot allocate ahead, the file is extended without: a full disk
-        is then found by a write.
+        Where a file system cannot allocate ahead, files are extended without: a full disk is then
+        found by a write.
 
         Raises:
-            MemoryTierError: The cap or the free space of the disk is too small, or the system
+            MemoryTierError: The caps or the free space of the disks are too small, or the system
                 refuses.
             RuntimeStateError: The store is closed.
         """
-        wanted_bytes = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        wanted_bytes = -(-num_bytes // DISK_ALIGNMENT_BYTES) * DISK_ALIGNMENT_BYTES
         with self._lock:
             self._check_open()
-            reserved_bytes = self._arena.statistics().capacity_bytes
+            reserved_bytes = self._stripes.num_bytes
             if wanted_bytes <= reserved_bytes:
                 return
-            if wanted_bytes > self._cap_bytes:
+            cap_bytes = sum(self._caps)
+            if wanted_bytes > cap_bytes:
                 raise MemoryTierError(
-                    f"disk folder {str(self._folder)!r}: the plan needs "
-                    f"{_exact(wanted_bytes)}, but the cap is {_exact(self._cap_bytes)}; "
-                    "the cap is never exceeded. Raise the cap, or use a plan that moves less."
+                    f"{self._place}: the plan needs {exact(wanted_bytes)}, but the cap is "
+                    f"{exact(cap_bytes)}; the cap is never exceeded. Raise the cap, or use a plan "
+                    "that moves less."
                 )
-            free_bytes = shutil.disk_usage(self._folder).free
-            if wanted_bytes - reserved_bytes > free_bytes:
+            room = self._room()
+            grown = self._stripes.grow(wanted_bytes, room)
+            if grown is None:
+                more_bytes, free_bytes = wanted_bytes - reserved_bytes, sum(room) - reserved_bytes
                 raise MemoryTierError(
-                    f"disk folder {str(self._folder)!r}: the plan needs "
-                    f"{_exact(wanted_bytes - reserved_bytes)} more, but the disk has only "
-                    f"{_exact(free_bytes)} free; all space is reserved before the first step. "
+                    f"{self._place}: the plan needs {exact(more_bytes)} more, but the disk has "
+                    f"only {exact(free_bytes)} free; all space is reserved before the first step. "
                     "Free space there, name a folder on a larger disk, or use a plan that moves "
                     "less."
                 )
-            try:
-                self._allocate(wanted_bytes)
-            except OSError as error:
-                raise self._refused(error, f"reserving {_exact(wanted_bytes)}") from error
+            for file, size_bytes in zip(self._files, grown.sizes, strict=True):
+                file.allocate(size_bytes)
+            self._stripes = grown
             self._arena.grow(wanted_bytes)
 
     def take(self, num_bytes: int) -> Region | None:
@@ -233,17 +229,14 @@ class DiskStore:
             buffer: `region.num_bytes` contiguous bytes.
 
         Returns:
-            Done when the bytes are in the file; its exception is a MemoryTierError when the
-            system refused, for example because the disk is full.
+            Done when the bytes are in the files; its exception is a MemoryTierError when the
+            system refused, for example because a disk is full.
 
         Raises:
             RuntimeStateError: The store is closed.
             ValueError: The buffer has another size, or is not contiguous.
         """
-        source = _as_bytes(region, buffer)
-        with self._lock:
-            self._check_open()
-            return self._threads.submit(self._write, region, source)
+        return self._start(region, _as_bytes(region, buffer), self._write_part)
 
     def read(self, region: Region, buffer: BytesLike) -> Future[None]:
         """Start to copy `region` to `buffer`.
@@ -256,7 +249,7 @@ class DiskStore:
 
         Returns:
             Done when the buffer is filled; its exception is a MemoryTierError when the system
-            refused.
+            refused, or when what was read has another checksum than what was written.
 
         Raises:
             RuntimeStateError: The store is closed.
@@ -265,21 +258,24 @@ class DiskStore:
         target = _as_bytes(region, buffer)
         if target.readonly:
             raise ValueError("buffer is read-only; pass one that may be written")
-        with self._lock:
-            self._check_open()
-            return self._threads.submit(self._read, region, target)
+        return self._start(region, target, self._read_part)
 
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._is_closed
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether every request passes the page cache by."""
+        return all(file.is_direct for file in self._files)
+
     def statistics(self) -> DiskStatistics:
         """Return how full the store is and was; also after `close`."""
         with self._lock:
             arena = self._arena.statistics()
             return DiskStatistics(
-                cap_bytes=self._cap_bytes,
+                cap_bytes=sum(self._caps),
                 reserved_bytes=arena.capacity_bytes,
                 held_bytes=arena.held_bytes,
                 peak_taken_bytes=arena.peak_taken_bytes,
@@ -290,10 +286,10 @@ class DiskStore:
             )
 
     def close(self) -> None:
-        """Wait for copies that run, fail those that wait, and free the disk space.
+        """Wait for requests that run, fail those that wait, and free the disk space.
 
-        The futures of copies that had not begun hold a RuntimeStateError. Regions that are
-        still held are lost. Closing twice does nothing.
+        The futures of copies with requests that had not begun hold a RuntimeStateError. Regions
+        that are still held are lost. Closing twice does nothing.
         """
         with self._lock:
             if self._is_closed:
@@ -302,91 +298,106 @@ class DiskStore:
         # Without the lock, which the copies take. Not cancel_futures: the executor drops what it
         # cancels without telling concurrent.futures.wait, which then never returns.
         self._threads.shutdown(wait=True)
-        os.close(self._descriptor)
+        self._close_files()
 
-    def _open(self) -> int:
-        place = f"disk folder {str(self._folder)!r}"
-        if not self._folder.exists():
-            raise MemoryTierError(
-                f"{place} does not exist; ebbtide makes a file in it, but never the folder. "
-                "Create it, or name another one."
-            )
-        if not self._folder.is_dir():
-            raise MemoryTierError(
-                f"{place} is not a folder; ebbtide makes a file of its own in a folder. "
-                f"Name a folder, for example {str(self._folder.parent)!r}."
-            )
-        # The random part is for other processes and other stores of this one.
-        path = self._folder / f".ebbtide-{os.getpid()}-{secrets.token_hex(8)}"
-        try:
-            return self._calls.open(path)
-        except OSError as error:
-            raise MemoryTierError(
-                f"{place}: no file can be made in it ({error.strerror}); ebbtide needs to write "
-                "there. Give yourself permission to write, or name another folder."
-            ) from error
-
-    def _allocate(self, num_bytes: int) -> None:
-        try:
-            self._calls.allocate(self._descriptor, num_bytes)
-        except OSError as error:
-            if error.errno not in CANNOT_ALLOCATE:
-                raise
-            os.ftruncate(self._descriptor, num_bytes)
-
-    def _write(self, region: Region, source: memoryview) -> None:
-        self._copy(region, source, self._calls.write_at, "writing")
-        with self._lock:
-            self._written_bytes += region.num_bytes
-
-    def _read(self, region: Region, target: memoryview) -> None:
-        self._copy(region, target, self._calls.read_at, "reading")
-        with self._lock:
-            self._read_bytes += region.num_bytes
-
-    def _copy(
-        self,
-        region: Region,
-        buffer: memoryview,
-        call: Callable[[int, memoryview, int], int],
-        verb: str,
-    ) -> None:
-        """Call until all of `buffer` is copied: one call may copy less than it is given."""
+    def _start(
+        self, region: Region, buffer: memoryview, copy_part: Callable[[Part, memoryview], None]
+    ) -> Future[None]:
         with self._lock:
             self._check_open()
-        num_done_bytes = 0
-        while num_done_bytes < region.num_bytes:
-            request = buffer[num_done_bytes : num_done_bytes + REQUEST_BYTES]
-            try:
-                num_bytes = call(self._descriptor, request, region.offset_bytes + num_done_bytes)
-            except OSError as error:
-                raise self._refused(error, f"{verb} {_exact(region.num_bytes)}") from error
-            if num_bytes == 0:
-                raise MemoryTierError(
-                    f"disk folder {str(self._folder)!r}: {verb} stopped after "
-                    f"{_exact(num_done_bytes)} of {_exact(region.num_bytes)}; the file must hold "
-                    "what was reserved. Check the disk, or name another folder."
-                )
-            num_done_bytes += num_bytes
+            parts = list(self._stripes.split(region.offset_bytes, region.num_bytes))
+            copy = _Copy(len(parts))
+            for part in parts:
+                first = part.start_bytes - region.offset_bytes
+                piece = buffer[first : first + part.num_bytes]
+                self._threads.submit(self._run_part, copy, part, piece, copy_part)
+            return copy.future
+
+    def _run_part(
+        self,
+        copy: _Copy,
+        part: Part,
+        piece: memoryview,
+        copy_part: Callable[[Part, memoryview], None],
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            with self._lock:
+                self._check_open()
+            copy_part(part, piece)
+        except BaseException as raised:
+            error = raised
+        copy.end_part(error)
+
+    def _write_part(self, part: Part, piece: memoryview) -> None:
+        if self._checksums is not None:
+            self._checksums.note(part, piece)
+        self._files[part.file].write(part.offset_bytes, piece)
+        with self._lock:
+            self._written_bytes += part.num_bytes
+
+    def _read_part(self, part: Part, piece: memoryview) -> None:
+        file = self._files[part.file]
+        file.read(part.offset_bytes, piece)
+        if self._checksums is not None and not self._checksums.matches(part, piece):
+            raise MemoryTierError(
+                f"disk folder {str(file.folder)!r}: {exact(part.num_bytes)} at byte "
+                f"{part.offset_bytes} of its file are not what was written there: their checksum "
+                "is another. No gradient was made from them. Check the disk, or name another "
+                "folder."
+            )
+        with self._lock:
+            self._read_bytes += part.num_bytes
+
+    def _room(self) -> list[int]:
+        """Return the most bytes that each file can have; folders of one disk share what is free."""
+        free = {file.device: file.free_bytes() for file in self._files}
+        room: list[int] = []
+        for file, cap_bytes in zip(self._files, self._caps, strict=True):
+            more_bytes = min(cap_bytes - file.size_bytes, free[file.device])
+            more_bytes -= more_bytes % DISK_ALIGNMENT_BYTES
+            free[file.device] -= more_bytes
+            room.append(file.size_bytes + more_bytes)
+        return room
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise RuntimeStateError(
-                f"the store in disk folder {str(self._folder)!r} is closed; a closed store holds "
-                "nothing. Make a new one."
+                f"the store in {self._place} is closed; a closed store holds nothing. "
+                "Make a new one."
             )
 
-    def _refused(self, error: OSError, action: str) -> MemoryTierError:
-        place = f"disk folder {str(self._folder)!r}: {action} failed"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return MemoryTierError(
-                f"{place}, since the disk or your quota is full ({error.strerror}); other "
-                "programs may have filled it. Free space there, or name another folder."
-            )
-        return MemoryTierError(
-            f"{place} ({error.strerror}); activations there cannot be trusted any more. "
-            "Check the disk, or name another folder."
+
+def _check(folders: Sequence[DiskSpec], rates: Sequence[float] | None, num_threads: int) -> None:
+    if not folders:
+        raise ValueError("folders is empty; a store needs one or more")
+    for spec in folders:
+        if spec.cap_bytes < 0:
+            raise ValueError(f"cap_bytes is {spec.cap_bytes}; it must be 0 or more")
+    if rates is not None and (len(rates) != len(folders) or min(rates) <= 0):
+        raise ValueError(f"rates is {list(rates)}; it must hold one above 0 for each folder")
+    if num_threads < 1:
+        raise ValueError(f"num_threads is {num_threads}; it must be 1 or more")
+
+
+def _say_what_is_wrong_with(file: DiskFile) -> None:
+    warning = warning_for(file.folder, find_file_system(file.folder))
+    if not warning and not file.is_direct:
+        warning = (
+            f"disk folder {str(file.folder)!r} takes no direct requests (O_DIRECT): copies go "
+            "through the page cache, which holds them in memory as long as some is free."
         )
+    if warning:
+        log.warning("%s", warning)
+
+
+def _measured_rates(folders: Sequence[DiskSpec], calls: AbstractFileCalls) -> list[float]:
+    """Return how fast each folder takes bytes and gives them back, where there are several."""
+    if len(folders) == 1:
+        return [1.0]
+    measured = measure_rates(folders, calls=calls)
+    # Every byte that is written is read once.
+    return [1 / (1 / rate.write_bytes_per_s + 1 / rate.read_bytes_per_s) for rate in measured]
 
 
 def _as_bytes(region: Region, buffer: BytesLike) -> memoryview:
@@ -399,7 +410,3 @@ def _as_bytes(region: Region, buffer: BytesLike) -> memoryview:
             "copied whole"
         )
     return view.cast("B")
-
-
-def _exact(num_bytes: int) -> str:
-    return f"{format_bytes(num_bytes)} ({num_bytes} bytes)"

@@ -62,7 +62,8 @@ def attach(
     *,
     budget: str | int | None = None,
     host: str | int | None = None,
-    disk: str | None = None,
+    disk: str | Sequence[str] | None = None,
+    disk_checksums: bool = False,
     blocks: str | Sequence[str] | None = None,
     decide: Mapping[str, str | Decision] | None = None,
     planner: str | None = None,
@@ -90,8 +91,11 @@ def attach(
             recomputed or stays. With a budget, of all ranks of the node together. Default: what
             the plan needs, with a budget at most 7/8 of what is free. Where the system gives
             less, a warning says why, and the plan is made for that.
-        disk: `"FOLDER:SIZE"`: evict to a file of at most that size in that folder. With
+        disk: `"FOLDER:SIZE"`, or several of them, on several disks: evict to a file of at most
+            that size in that folder; each activation is spread over the folders. With
             `host` as well, what does not fit there goes to disk, the earliest blocks first.
+        disk_checksums: Compare what is read from disk with a checksum of what was written, and
+            raise before a wrong gradient is made from it. Needs xxhash (`ebbtide[disk]`).
         blocks: Module paths of the blocks, or patterns such as `"encoder.layer.*"`. Default:
             the longest run of modules of one class.
         decide: With a budget: decisions to keep to, by pattern over activation names, such as
@@ -139,7 +143,9 @@ def attach(
         if budget is None
         else _Wish(budget=budget, decide=decide, planner=planner or DEFAULT_PLANNER)
     )
-    tide = _Attachment(model, plan, wish, host, disk, blocks, min_bytes, compile).run()
+    tide = _Attachment(
+        model, plan, wish, host, disk, disk_checksums, blocks, min_bytes, compile
+    ).run()
     _attached[model] = tide
     return tide
 
@@ -321,7 +327,8 @@ class _Attachment:
         plan: str | Plan | None,
         wish: _Wish | None,
         host: str | int | None,
-        disk: str | None,
+        disk: str | Sequence[str] | None,
+        disk_checksums: bool,
         blocks: str | Sequence[str] | None,
         min_bytes: int,
         compile: bool | str,
@@ -329,7 +336,9 @@ class _Attachment:
         self._model = model
         self._wish = wish
         self._host_cap = None if host is None else parse_bytes(host)
-        self._disk_spec = None if disk is None else parse_path_and_cap(disk)
+        given = [disk] if isinstance(disk, str) else disk or ()
+        self._disks = [parse_path_and_cap(text) for text in given]
+        self._has_checksums = disk_checksums
         if min_bytes < 0:
             raise ValueError(f"min_bytes is {min_bytes}; it must be 0 or more")
         self._min_bytes = min_bytes
@@ -362,7 +371,7 @@ class _Attachment:
             wish.budget,
             device=self._device,
             host_bytes=self._host_cap,
-            disk=self._disk_spec,
+            disks=self._disks,
             decide=wish.decide,
             min_bytes=self._min_bytes,
             planner=wish.planner,
@@ -376,8 +385,9 @@ class _Attachment:
             compilation = Compilation(self._blocks, self._backend, is_planned=not is_keep)
         if is_keep:
             return Tide(None, ledger, None, None, compilation=compilation)
-        spec = self._disk_spec
-        store = None if spec is None else DiskStore(spec.path, spec.cap_bytes)
+        store = None
+        if self._disks:
+            store = DiskStore(self._disks, has_checksums=self._has_checksums)
         maker = PlanMaker(
             self._plan,
             budgets=self._budgets,
@@ -429,7 +439,12 @@ class _Attachment:
             )
 
     def _check_tiers(self) -> None:
-        if isinstance(self._plan, Plan) and self._plan.disk_bytes and self._disk_spec is None:
+        if self._has_checksums and not self._disks:
+            raise ValueError(
+                "disk_checksums=True was given without a disk, and only what is read from one has "
+                "checksums. Give disk='FOLDER:SIZE', or leave it out."
+            )
+        if isinstance(self._plan, Plan) and self._plan.disk_bytes and not self._disks:
             raise MemoryTierError(
                 f"plan {self._plan.name!r} evicts {format_bytes(self._plan.disk_bytes)} to disk, "
                 "but no disk was given. Give one: attach(model, disk='/path/to/folder:20GiB')."
@@ -448,7 +463,7 @@ class _Attachment:
                 f"memory, but the model is on {self._device.type!r}: there, that is the device's "
                 "own memory. Make the plan again on this device, with disk='FOLDER:SIZE'."
             )
-        if self._disk_spec is None and self._moves():
+        if not self._disks and self._moves():
             raise MemoryTierError(
                 f"plan {self._plan!r} moves activations off the device, but the model is on "
                 f"{self._device.type!r} and has no other memory. Give a disk: "

@@ -9,7 +9,7 @@ after an out-of-memory error the budget is lowered by what was over it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -72,7 +72,7 @@ class BudgetPlanner:
         budget: Most device memory of a step: a size, a share of the device or "auto".
         device: Where the model is.
         host_bytes: Most pinned host memory of the node; None: what is free, less a reserve.
-        disk: The disk tier, if there is one.
+        disks: The folders of the disk tier, if there is one.
         decide: Decisions to keep to, by pattern.
         min_bytes: Smaller activations never move.
         planner: One of `ebbtide.planner.BUDGET_PLANNERS`.
@@ -87,7 +87,7 @@ class BudgetPlanner:
         *,
         device: torch.device,
         host_bytes: int | None,
-        disk: DiskSpec | None,
+        disks: Sequence[DiskSpec],
         decide: Mapping[str, str | Decision] | None,
         min_bytes: int,
         planner: str,
@@ -95,7 +95,7 @@ class BudgetPlanner:
         self._machine: Machine | None = None
         self._device = device
         self._host_bytes = host_bytes
-        self._disk = disk
+        self._disks = tuple(disks)
         self._decide = dict(decide or {})
         self._min_bytes = min_bytes
         self._planner = planner
@@ -110,7 +110,7 @@ class BudgetPlanner:
     def machine(self) -> Machine:
         """The machine at hand; probed at the first call, under a second."""
         if self._machine is None:
-            probed = probe_machine(self._device, disk=self._disk, num_bytes=self._probe_bytes())
+            probed = probe_machine(self._device, disks=self._disks, num_bytes=self._probe_bytes())
             free = probed.host_bytes - int(probed.host_bytes * FREE_HOST_SHARE)
             host = free if self._host_bytes is None else self._host_bytes
             self._machine = replace(probed, host_bytes=host if probed.host_bytes else 0)

@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.errors import EbbtideError
 from ebbtide.memory.arena import ALIGNMENT_BYTES
-from ebbtide.memory.disk import DiskStore
+from ebbtide.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import named_plan
@@ -191,7 +191,10 @@ class PlanMaker:
                     self._plan_with_less(f"{refusal} The plan is made {had}.")
                     return False
         if self._disk is not None:
-            self._disk.reserve(plan.disk_bytes + _rounding(plan, Decision.DISK))
+            # What finds no room, since the rounding does not fit the cap either, stays.
+            spare_bytes = max(0, self._disk.statistics().cap_bytes - plan.disk_bytes)
+            rounding_bytes = min(_rounding(plan, Decision.DISK), spare_bytes)
+            self._disk.reserve(plan.disk_bytes + rounding_bytes)
         if self._device.type == "cuda" and plan.disk_bytes:
             return self._take_bounce(plan, tiers)
         return True
@@ -247,4 +250,5 @@ class PlanMaker:
 
 def _rounding(plan: Plan, tier: Decision) -> int:
     """Return the most that regions in a tier take beside their bytes: they start at whole units."""
-    return ALIGNMENT_BYTES * sum(1 for d in plan.decisions.values() if d is tier)
+    unit_bytes = DISK_ALIGNMENT_BYTES if tier is Decision.DISK else ALIGNMENT_BYTES
+    return unit_bytes * sum(1 for d in plan.decisions.values() if d is tier)

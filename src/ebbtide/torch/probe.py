@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
-import sys
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed
 from torch import Tensor
 
-from ebbtide.errors import MemoryTierError
 from ebbtide.machine import Machine
-from ebbtide.memory.disk import NUM_THREADS, REQUEST_BYTES, SystemFileCalls
+from ebbtide.memory.disk_rates import NUM_BYTES as DISK_BYTES
+from ebbtide.memory.disk_rates import measure_rates
 from ebbtide.memory.limits import find_tightest_limit
 from ebbtide.torch.devices.pinned import pinned_memory_of
 from ebbtide.torch.tiers import take_what_there_is
@@ -34,9 +29,6 @@ log = logging.getLogger("ebbtide")
 
 LINK_BYTES = 256 * 2**20
 """Copied in one timing: 5 ms at 55 GB/s, where launching a copy takes some microseconds."""
-
-DISK_BYTES = 64 * 2**20
-"""Written and read in one timing: 0.3 s at 0.2 GB/s."""
 
 SLOWDOWN_PPM = 15_000
 """Not probed: a matrix product ran 3 % slower beside copies both ways (one H200, PCIe 5 x16), and
@@ -52,7 +44,7 @@ _LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
 
 
 def probe_machine(
-    device: torch.device, *, disk: DiskSpec | None = None, num_bytes: int = LINK_BYTES
+    device: torch.device, *, disks: Sequence[DiskSpec] = (), num_bytes: int = LINK_BYTES
 ) -> Machine:
     """Measure one device with its links; takes under a second, but for slow disks.
 
@@ -62,7 +54,7 @@ def probe_machine(
 
     Args:
         device: A CUDA device, or the CPU, which has no host tier: it is the host's memory.
-        disk: A folder that exists, and the most bytes there. Default: no disk tier.
+        disks: Folders that exist, and the most bytes in each. Default: no disk tier.
         num_bytes: Pinned and device memory that is taken for the measurement and given back.
 
     Returns:
@@ -83,27 +75,28 @@ def probe_machine(
     # torch's stubs say that an index is always there.
     if device.type == "cuda" and device.index is None:  # pyright: ignore[reportUnnecessaryComparison]
         device = torch.device("cuda", torch.cuda.current_device())
-    return _probe(device, disk, num_bytes, _count_local_ranks(), _is_distributed())
+    return _probe(device, tuple(disks), num_bytes, _count_local_ranks(), _is_distributed())
 
 
 @cache
 def _probe(
     device: torch.device,
-    disk: DiskSpec | None,
+    disks: tuple[DiskSpec, ...],
     num_bytes: int,
     num_local_ranks: int,
     is_distributed: bool,
 ) -> Machine:
     free_bytes = int(psutil.virtual_memory().available)
-    has_disk = disk is not None and disk.cap_bytes > 0
-    disk_rates = _measure_disk(disk) if disk is not None and has_disk else _DiskRates()
+    used = [spec for spec in disks if spec.cap_bytes > 0]
+    disk_rates = measure_rates(used, wait_for_others=_wait_for_other_ranks) if used else []
     is_cuda = device.type == "cuda"
     link = _measure_link(device, num_bytes) if is_cuda else _LinkRates()
     limit = find_tightest_limit()
     room_bytes = free_bytes if limit is None else limit.room_bytes
     copying = f"{num_local_ranks} local ranks copying at once" if is_distributed else "one process"
     measured = [f"best of {_NUM_COPIES} x {format_bytes(num_bytes)} pinned"] if is_cuda else []
-    measured += [f"{format_bytes(_disk_bytes(disk))} on disk"] if disk and has_disk else []
+    disk_bytes = sum(spec.cap_bytes for spec in used)
+    measured += [f"{format_bytes(min(DISK_BYTES, disk_bytes))} on disk"] if used else []
     return Machine(
         name=torch.cuda.get_device_name(device) if is_cuda else "cpu",
         device_bytes=torch.cuda.mem_get_info(device)[1] if is_cuda else free_bytes,
@@ -111,9 +104,9 @@ def _probe(
         out_bytes_per_s=link.out_bytes_per_s,
         in_bytes_per_s=link.in_bytes_per_s,
         both_bytes_per_s=link.both_bytes_per_s,
-        disk_bytes=disk.cap_bytes if disk is not None and has_disk else 0,
-        disk_write_bytes_per_s=disk_rates.write_bytes_per_s,
-        disk_read_bytes_per_s=disk_rates.read_bytes_per_s,
+        disk_bytes=disk_bytes,
+        disk_write_bytes_per_s=sum(rate.write_bytes_per_s for rate in disk_rates),
+        disk_read_bytes_per_s=sum(rate.read_bytes_per_s for rate in disk_rates),
         slowdown_ppm=SLOWDOWN_PPM if is_cuda else 0,
         num_local_ranks=num_local_ranks,
         source=f"probed with torch {torch.__version__}: {', '.join((*measured, copying))}",
@@ -142,12 +135,6 @@ class _LinkRates:
     out_bytes_per_s: int = 0
     in_bytes_per_s: int = 0
     both_bytes_per_s: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _DiskRates:
-    write_bytes_per_s: int = 0
-    read_bytes_per_s: int = 0
 
 
 def _measure_link(device: torch.device, num_bytes: int) -> _LinkRates:
@@ -212,64 +199,3 @@ def _time_copies(start: Callable[[], None], num_bytes: int) -> int:
         after.synchronize()
         seconds.append(before.elapsed_time(after) / 1000)
     return max(1, int(num_bytes / max(min(seconds[1:]), 1e-9)))
-
-
-def _disk_bytes(disk: DiskSpec) -> int:
-    return min(DISK_BYTES, disk.cap_bytes)
-
-
-def _measure_disk(disk: DiskSpec) -> _DiskRates:
-    """Write and read as a `DiskStore` does, but wait for the disk itself and not for its cache.
-
-    What fits in the page cache goes at the speed of memory; a step that evicts more does not.
-    """
-    calls = SystemFileCalls()
-    path = Path(disk.path) / f"ebbtide-probe-{os.getpid()}-{secrets.token_hex(8)}"
-    num_bytes = _disk_bytes(disk)
-    # Random bytes: some disks compress, and zeros may take no place at all.
-    source = memoryview(secrets.token_bytes(num_bytes))
-    target = memoryview(bytearray(num_bytes))
-    try:
-        descriptor = calls.open(path)
-        try:
-            _wait_for_other_ranks()
-            start = time.perf_counter()
-            _copy_parts(calls.write_at, descriptor, source)
-            os.fsync(descriptor)
-            written = time.perf_counter()
-            if sys.platform == "linux":
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            _wait_for_other_ranks()
-            reading = time.perf_counter()
-            _copy_parts(calls.read_at, descriptor, target)
-            read = time.perf_counter()
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise MemoryTierError(
-            f"disk folder {disk.path!r}: writing {format_bytes(num_bytes)} there and reading it "
-            f"back failed ({error.strerror}); it must exist, be writable and have that much free. "
-            "Name another folder."
-        ) from error
-    return _DiskRates(
-        write_bytes_per_s=max(1, int(num_bytes / max(written - start, 1e-9))),
-        read_bytes_per_s=max(1, int(num_bytes / max(read - reading, 1e-9))),
-    )
-
-
-def _copy_parts(
-    call: Callable[[int, memoryview, int], int], descriptor: int, buffer: memoryview
-) -> None:
-    """Copy all of `buffer`, on as many threads as a store has."""
-
-    def copy(first: int) -> None:
-        end = min(first + REQUEST_BYTES, len(buffer))
-        while first < end:
-            num_bytes = call(descriptor, buffer[first:end], first)
-            if num_bytes == 0:
-                raise OSError(0, "the file ended early")
-            first += num_bytes
-
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ebbtide-probe") as threads:
-        # The list: an exception of a thread is raised when its result is taken.
-        list(threads.map(copy, range(0, len(buffer), REQUEST_BYTES)))

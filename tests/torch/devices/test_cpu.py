@@ -13,15 +13,17 @@ from torch import Tensor
 
 from ebbtide.errors import MemoryTierError
 from ebbtide.memory.arena import Region
-from ebbtide.memory.disk import AbstractFileCalls, DiskStore, SystemFileCalls
+from ebbtide.memory.disk import DiskStore
+from ebbtide.memory.file_calls import AbstractFileCalls, OpenFile, SystemFileCalls
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.devices.cpu import CpuDevice
 from ebbtide.torch.tiers import Tiers
 from ebbtide.torch.traffic import Slot, Traffic
+from tests.disk_folders import in_folder
 
-ROW = 512
+ROW = 4096
 CAP_BYTES = 8 * ROW
 
 
@@ -31,9 +33,9 @@ class GatedCalls(AbstractFileCalls):
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.error: OSError | None = None
-        self._system = SystemFileCalls()
+        self._system = SystemFileCalls(is_direct=False)
 
-    def open(self, path: Path) -> int:
+    def open(self, path: Path) -> OpenFile:
         return self._system.open(path)
 
     def allocate(self, descriptor: int, num_bytes: int) -> None:
@@ -56,7 +58,7 @@ def calls() -> GatedCalls:
 
 @pytest.fixture
 def store(tmp_path: Path, calls: GatedCalls) -> Iterator[DiskStore]:
-    with DiskStore(tmp_path, CAP_BYTES, num_threads=2, calls=calls) as store:
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), num_threads=2, calls=calls) as store:
         store.reserve(CAP_BYTES)
         yield store
         calls.gate.set()

@@ -1,0 +1,134 @@
+"""The disk tier beside fio: the same folder, request size and depth, in turn, in one run.
+
+    PYTHONPATH=src python3 benchmarks/disk.py FOLDER --out benchmarks/results
+
+fio (https://fio.readthedocs.io) must be on the PATH. Its requests are of 16 MiB, four in flight, as
+the tier's are. `aligned` copies from memory that begins at a page, as pinned memory does;
+`unaligned` from memory that does not, as a CPU tensor's, so that it passes through the tier's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from ebbtide.memory.disk import NUM_THREADS, DiskStore
+from ebbtide.memory.file_calls import aligned_memory
+from ebbtide.memory.stripes import STRIPE_BYTES
+from ebbtide.units import DiskSpec
+
+REGION_BYTES = 4 * STRIPE_BYTES
+MB = 1e6
+PROMISE = 0.85
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--gib", type=float, default=2.0, help="written and read by each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    num_bytes = int(options.gib * 2**30) // REGION_BYTES * REGION_BYTES
+    rows: list[dict[str, Any]] = []
+    for index in range(options.rounds):
+        for who in ("fio", "aligned", "unaligned"):
+            rates = (
+                fio(options.folder, num_bytes)
+                if who == "fio"
+                else ours(options.folder, num_bytes, is_aligned=who == "aligned")
+            )
+            rows.append({"round": index, "who": who, **rates})
+            print(
+                f"{index} {who:10} {rates['write_mb_s']:8.0f} {rates['read_mb_s']:8.0f}", flush=True
+            )
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": platform.machine(),
+        "kernel": platform.release(),
+        "python": sys.version.split()[0],
+        "fio": subprocess.run(
+            ["fio", "--version"], capture_output=True, text=True, check=True
+        ).stdout.strip(),
+        "cores": os.cpu_count(),
+        "bytes": num_bytes,
+    }
+    found = medians(rows)
+    result = {"facts": facts, "rows": rows, "medians": found}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"disk-{platform.node() or 'here'}.json").write_text(
+        json.dumps(result, indent=1)
+    )
+    return report(found)
+
+
+def ours(folder: Path, num_bytes: int, *, is_aligned: bool) -> dict[str, float]:
+    """Write and read all of `num_bytes`, as many requests in flight as the tier has threads."""
+    with DiskStore([DiskSpec(path=str(folder), cap_bytes=num_bytes)]) as store:
+        store.reserve(num_bytes)
+        assert store.is_direct
+        memory = aligned_memory(REGION_BYTES, skip_bytes=0 if is_aligned else 64)
+        memory[:] = os.urandom(REGION_BYTES)
+        regions = [store.take(REGION_BYTES) for _ in range(num_bytes // REGION_BYTES)]
+        rates: dict[str, float] = {}
+        for what, copy in (("write_mb_s", store.write), ("read_mb_s", store.read)):
+            start = time.perf_counter()
+            copies = [copy(region, memory) for region in regions if region is not None]
+            wait(copies)
+            rates[what] = num_bytes / (time.perf_counter() - start) / MB
+            assert all(done.exception() is None for done in copies)
+        return rates
+
+
+def fio(folder: Path, num_bytes: int) -> dict[str, float]:
+    """Let fio write a file and read it."""
+    path = folder / "fio-beside-ebbtide"
+    rates: dict[str, float] = {}
+    try:
+        for what, mode in (("write_mb_s", "write"), ("read_mb_s", "read")):
+            command = [
+                "fio", "--name=x", f"--filename={path}", f"--rw={mode}", f"--bs={STRIPE_BYTES}",
+                f"--iodepth={NUM_THREADS}", "--ioengine=libaio", "--direct=1",
+                "--fallocate=posix", f"--size={num_bytes}", "--output-format=json",
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            job = json.loads(done.stdout)["jobs"][0][mode]
+            rates[what] = job["bw_bytes"] / MB
+    finally:
+        path.unlink(missing_ok=True)
+    return rates
+
+
+def medians(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return who wrote and read how fast."""
+    return {
+        who: {
+            what: statistics.median(row[what] for row in rows if row["who"] == who)
+            for what in ("write_mb_s", "read_mb_s")
+        }
+        for who in ("fio", "aligned", "unaligned")
+    }
+
+
+def report(found: dict[str, dict[str, float]]) -> int:
+    """Print the medians beside fio's; 1 if a promise is broken."""
+    is_kept = True
+    for who in ("aligned", "unaligned"):
+        for what, rate in found[who].items():
+            share = rate / found["fio"][what]
+            is_kept = is_kept and share >= PROMISE
+            print(f"{who:10} {what:12} {rate:8.0f} MB/s  {share:.2f} of fio's, at least {PROMISE}")
+    return 0 if is_kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
