@@ -16,6 +16,7 @@ def test_a_new_ledger_has_counted_nothing() -> None:
         num_fetches=0,
         num_resurrections=0,
         num_recomputed_ops=0,
+        stall_ns=0,
         num_kept_not_understood=(),
     )
 
@@ -70,12 +71,15 @@ def test_other_counters_count() -> None:
     ledger.count_resurrection()
     ledger.count_recomputed_ops(3)
     ledger.count_recomputed_ops(4)
+    ledger.count_stall(5)
+    ledger.count_stall(6)
     ledger.count_kept_not_understood("unknown subclass")
     ledger.count_kept_not_understood("graph pool")
     ledger.count_kept_not_understood("unknown subclass")
     statistics = ledger.snapshot()
     assert statistics.num_resurrections == 1
     assert statistics.num_recomputed_ops == 7
+    assert statistics.stall_ns == 11
     assert statistics.num_kept_not_understood == (("graph pool", 1), ("unknown subclass", 2))
 
 
@@ -110,6 +114,7 @@ def test_a_reset_keeps_what_is_held_and_makes_it_the_peak() -> None:
         num_fetches=0,
         num_resurrections=0,
         num_recomputed_ops=0,
+        stall_ns=0,
         num_kept_not_understood=(),
     )
 

@@ -95,8 +95,11 @@ MUTATIONS = (
              "if False:"),
     Mutation(1, "a dropped fetch goes without a fence", "traffic.py",
              "fetch still writes to.\n"
-             "            self._device.wait(copies.back_stream, copies.fetched)",
-             "fetch still writes to."),
+             "            try:\n"
+             "                self._device.wait(copies.back_stream, copies.fetched)",
+             "fetch still writes to.\n"
+             "            try:\n"
+             "                pass"),
     Mutation(1, "who settles does not wait on its own stream", "traffic.py",
              "self._device.wait(current, copies.copied_out)",
              "pass"),
@@ -219,8 +222,8 @@ MUTATIONS = (
              f"slot.is_used = True\n        copies = slot.copies\n        {ASKED}",
              f"slot.is_used = True\n        copies = slot.copies\n        {CACHED}"),
     Mutation(6, "a fetch is queued behind a cached stream", "traffic.py",
-             f"{ASKED}\n        copies.back",
-             f"{CACHED}\n        copies.back"),
+             f"{ASKED}\n        back = ",
+             f"{CACHED}\n        back = "),
     Mutation(6, "memory of one stream is used on another", "traffic.py",
              "if stream != owner:",
              "if False:"),

@@ -448,6 +448,7 @@ EMPTY = Statistics(
     num_fetches=0,
     num_resurrections=0,
     num_recomputed_ops=0,
+    stall_ns=0,
     num_kept_not_understood=(),
 )
 

@@ -42,6 +42,9 @@ class Statistics:
     """Fetches avoided, since the device source was still there."""
     num_recomputed_ops: int
     """Op calls that were run again in backward."""
+    stall_ns: int
+    """Time that a CPU, as the device, waited for copies. 0 on a GPU: there waits are queued, and
+    only a trace tells how long they were."""
     num_kept_not_understood: tuple[tuple[str, int], ...]
     """Reason and number of tensors, for what stayed on the device because ebbtide does not
     understand it (design rule 11); sorted by reason."""
@@ -74,6 +77,7 @@ class Ledger:
         self._num_fetches = 0
         self._num_resurrections = 0
         self._num_recomputed_ops = 0
+        self._stall_ns = 0
         self._num_kept_not_understood: Counter[str] = Counter()
 
     def reset(self) -> None:
@@ -84,7 +88,7 @@ class Ledger:
                 for tier, old in self._tiers.items()
             }
             self._num_evictions = self._num_fetches = self._num_resurrections = 0
-            self._num_recomputed_ops = 0
+            self._num_recomputed_ops = self._stall_ns = 0
             self._num_kept_not_understood = Counter()
             self._peak_held_device_bytes = self._held_device_bytes
 
@@ -160,6 +164,11 @@ class Ledger:
         with self._lock:
             self._num_recomputed_ops += num_ops
 
+    def count_stall(self, duration_ns: int) -> None:
+        """Count time that compute waited for a copy."""
+        with self._lock:
+            self._stall_ns += duration_ns
+
     def count_kept_not_understood(self, reason: str) -> None:
         """Count a tensor that stays on the device for `reason`."""
         with self._lock:
@@ -177,6 +186,7 @@ class Ledger:
                 num_fetches=self._num_fetches,
                 num_resurrections=self._num_resurrections,
                 num_recomputed_ops=self._num_recomputed_ops,
+                stall_ns=self._stall_ns,
                 num_kept_not_understood=tuple(sorted(self._num_kept_not_understood.items())),
             )
 

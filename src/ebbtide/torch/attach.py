@@ -262,6 +262,8 @@ class Tide:
             f"disk {format_bytes(counts.disk.peak_held_bytes)}, "
             f"in flight on the device {format_bytes(counts.peak_held_device_bytes)}",
         ]
+        if counts.stall_ns:
+            lines.append(f"compute waited {counts.stall_ns / 1e6:.1f} ms for copies")
         if plan.budget_bytes:
             gap = plan.predicted_step_ns / max(plan.bound_step_ns, 1) - 1
             lines.insert(

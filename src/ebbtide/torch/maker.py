@@ -235,7 +235,7 @@ class PlanMaker:
         if not plan.host_bytes and not plan.disk_bytes:
             return None
         tiers = self._tiers_now()
-        device = CpuDevice(self._disk)
+        device = CpuDevice(self._disk, self._ledger.count_stall)
         if self._device.type == "cuda":
             device = CudaDevice(self._device, tiers)
         return Traffic(

@@ -17,10 +17,10 @@ from typing import Final
 
 from torch import Tensor
 
-from ebbtide.errors import RuntimeStateError
+from ebbtide.errors import EbbtideError, RuntimeStateError
 from ebbtide.memory.ledger import Ledger
 from ebbtide.torch.anchors import TURN_END_RANK, Anchors
-from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream
+from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream, raised_anew
 from ebbtide.torch.identity import StorageRef, storage_key
 from ebbtide.torch.internals import alias_of
 from ebbtide.torch.tiers import Tiers
@@ -45,7 +45,7 @@ class _Copies:
 
     __slots__ = (
         "back", "back_is_waited", "back_stream", "copied_out", "fetched", "key", "last_copy",
-        "leaving", "num_bytes", "place", "source_stream",
+        "leaving", "lost", "num_bytes", "place", "source_stream",
     )  # fmt: skip
 
     def __init__(self, place: Place, source: Tensor, stream: Stream, copied_out: Event) -> None:
@@ -57,10 +57,17 @@ class _Copies:
         self.last_copy = copied_out
         """The latest copy from or to the place; it comes behind all earlier ones."""
         self.copied_out = copied_out
+        self.lost: EbbtideError | None = None
+        """Why the tier does not hold the bytes; their source stays then."""
         self.back: Tensor | None = None
         self.back_stream: Stream = None
         self.back_is_waited = False
         self.fetched: Event = None
+
+    @property
+    def can_be_fetched(self) -> bool:
+        """Whether the tier alone holds the bytes."""
+        return self.leaving is None and self.back is None
 
 
 class Slot:
@@ -156,7 +163,7 @@ class Pass:
                 continue
             if slot.fetch_rank > self._reached:
                 return None
-            if not slot.is_used and slot.copies.leaving is None and slot.copies.back is None:
+            if not slot.is_used and slot.copies.can_be_fetched:
                 return slot
             self._waiting.popleft()
         return None
@@ -274,6 +281,8 @@ class Traffic:
         Raises:
             RuntimeError: The tensor was written to after it was saved, as torch itself says.
             RuntimeStateError: Its tier was closed.
+            MemoryTierError: Its copy out or back failed. Where it was the copy back, the same
+                backward can be run again.
         """
         self.bury()
         self._note_write(slot)
@@ -292,9 +301,7 @@ class Traffic:
                 self._make_room(copies.num_bytes)
                 self._fetch(slot)
             if not copies.back_is_waited:
-                self._device.wait(copies.back_stream, copies.fetched)  # design rule 1
-                copies.back_is_waited = True
-                self._in_bytes -= copies.num_bytes
+                self._await_back(copies)
             assert copies.back is not None, "bug in ebbtide"
             found, owner = copies.back, copies.back_stream
         if stream != owner:
@@ -319,7 +326,7 @@ class Traffic:
                 copies = slot.copies
                 if copies.leaving is not None:
                     is_behind_leaving = True  # to be looked at again
-                elif not slot.is_used and copies.back is None and not self._fetch_if_room(slot):
+                elif not slot.is_used and copies.can_be_fetched and not self._fetch_if_room(slot):
                     break
             position -= 1
             if not is_behind_leaving:
@@ -338,14 +345,24 @@ class Traffic:
             self.ledger.count_device_bytes(-copies.num_bytes)
 
     def settle(self, slot: Slot) -> None:
-        """Fence the slot's copy out and let its source go."""
+        """Fence the slot's copy out and let its source go.
+
+        Raises:
+            MemoryTierError: The copy failed; the source stays as long as the slot. Only in the
+                slot's own forward: a step that comes after a failed one does not fail for it.
+        """
         copies = slot.copies
         if copies.leaving is None:
             return
-        self._note_write(slot)
+        if copies.lost is None:
+            self._note_write(slot)
+            self._fence_leaving(copies)
+        if copies.lost is not None:
+            if slot.forward_pass is self.forward_pass:
+                raise raised_anew(copies.lost)
+            return
         slot.watched = None
         slot.others.clear()
-        self._fence_leaving(copies)
         current = self._device.current_stream()
         if current != copies.source_stream:
             self._device.wait(current, copies.copied_out)
@@ -416,8 +433,10 @@ class Traffic:
         """Give back what dead slots held, behind the fences that it needs."""
         while self._graveyard:
             dead = self._graveyard.popleft()
-            if dead.leaving is not None:
+            if dead.leaving is not None and dead.lost is None:
                 self._fence_leaving(dead)
+            if dead.lost is not None:
+                self.ledger.count_device_bytes(-dead.num_bytes)
             if dead.back is not None:
                 self._fence_back(dead)
                 self.ledger.count_device_bytes(-dead.num_bytes)
@@ -498,14 +517,37 @@ class Traffic:
 
     def _fence_leaving(self, copies: _Copies) -> None:
         # Design rule 1: whoever gets this memory next is queued behind the copy that reads it.
-        self._device.wait(copies.source_stream, copies.copied_out)
+        try:
+            self._device.wait(copies.source_stream, copies.copied_out)
+        except EbbtideError as error:
+            # It has ended all the same, and reads nothing any more.
+            copies.lost = error.with_traceback(None)
         self._out_bytes -= copies.num_bytes
-        self.ledger.count_device_bytes(-copies.num_bytes)
+        if copies.lost is None:
+            self.ledger.count_device_bytes(-copies.num_bytes)
+
+    def _await_back(self, copies: _Copies) -> None:
+        """Let the stream that asked for it wait for a fetch; one that failed leaves nothing."""
+        try:
+            self._device.wait(copies.back_stream, copies.fetched)  # design rule 1
+        except EbbtideError:
+            copies.back = None
+            # The failed one has ended: a backward that is run again fetches anew.
+            copies.last_copy = copies.copied_out
+            self._in_bytes -= copies.num_bytes
+            self.ledger.count_device_bytes(-copies.num_bytes)
+            self._drop_ahead()  # they may have failed as well
+            raise
+        copies.back_is_waited = True
+        self._in_bytes -= copies.num_bytes
 
     def _fence_back(self, copies: _Copies) -> None:
         if not copies.back_is_waited:
             # Design rule 1: nobody may get memory that a dropped fetch still writes to.
-            self._device.wait(copies.back_stream, copies.fetched)
+            try:
+                self._device.wait(copies.back_stream, copies.fetched)
+            except EbbtideError:
+                copies.last_copy = copies.copied_out  # nobody used it
             copies.back_is_waited = True
             self._in_bytes -= copies.num_bytes
 

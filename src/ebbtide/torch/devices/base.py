@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,17 @@ class Place:
     tier: Decision
     """`HOST` or `DISK`."""
     region: Region
+
+
+def raised_anew(error: BaseException) -> BaseException:
+    """Return a copy of a failed copy's error, to be raised.
+
+    Raised itself, it would hold with its traceback the frames of whoever waited, and they the
+    graph that holds the copy: memory that nobody can collect, since part of that ring is in C++.
+    """
+    again = copy(error)
+    again.__cause__ = error.__cause__
+    return again
 
 
 class AbstractDevice(ABC):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,17 +13,32 @@ from torch import Tensor
 
 from ebbtide.memory.disk import DiskStore
 from ebbtide.plan import Decision
-from ebbtide.torch.devices.base import AbstractDevice, AbstractMeter, Event, Mark, Place, Stream
+from ebbtide.torch.devices.base import (
+    AbstractDevice,
+    AbstractMeter,
+    Event,
+    Mark,
+    Place,
+    Stream,
+    raised_anew,
+)
 
 
 class CpuDevice(AbstractDevice):
     """Runs compute on the calling thread, which is the only stream, and copies on threads.
 
     Host memory is the device's own memory here, so `DISK` is the only tier.
+
+    Args:
+        disk: The tier, if there is one.
+        note_stall: Takes the nanoseconds that compute waited for a copy.
     """
 
-    def __init__(self, disk: DiskStore | None) -> None:
+    def __init__(
+        self, disk: DiskStore | None, note_stall: Callable[[int], None] | None = None
+    ) -> None:
         self._disk = disk
+        self._note_stall = note_stall
 
     def current_stream(self) -> Stream:
         return 0
@@ -40,17 +56,26 @@ class CpuDevice(AbstractDevice):
     ) -> Event:
         # Compute that was queued on the stream has already run: it is this thread's own.
         assert self._disk is not None, "bug in ebbtide: a copy without a disk tier"
-        for event in after:
-            self.wait(stream, event)
         if isinstance(target, Place):
+            # The place must be free, whatever became of the copies that used it before.
+            futures.wait([event for event in after if isinstance(event, Future)])
             assert target.tier is Decision.DISK and isinstance(source, Tensor), "bug in ebbtide"
             return self._disk.write(target.region, _memory(source))
+        for event in after:
+            self.wait(stream, event)
         assert isinstance(source, Place) and source.tier is Decision.DISK, "bug in ebbtide"
         return self._disk.read(source.region, _memory(target))
 
     def wait(self, stream: Stream, event: Event | Stream) -> None:
-        if isinstance(event, Future):
-            event.result()
+        if not isinstance(event, Future):
+            return
+        start = time.perf_counter_ns()
+        is_done = event.done()
+        error = event.exception()
+        if self._note_stall is not None and not is_done:
+            self._note_stall(time.perf_counter_ns() - start)
+        if error is not None:
+            raise raised_anew(error)
 
 
 class CpuMeter(AbstractMeter):

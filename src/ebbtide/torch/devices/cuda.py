@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +14,15 @@ from torch import Tensor
 from ebbtide.memory.arena import Region
 from ebbtide.memory.disk import NUM_THREADS, DiskStore
 from ebbtide.plan import Decision
-from ebbtide.torch.devices.base import AbstractDevice, AbstractMeter, Event, Mark, Place, Stream
+from ebbtide.torch.devices.base import (
+    AbstractDevice,
+    AbstractMeter,
+    Event,
+    Mark,
+    Place,
+    Stream,
+    raised_anew,
+)
 from ebbtide.torch.internals import sleep_on_device
 from ebbtide.torch.tiers import HostRegion, Tiers
 
@@ -77,6 +86,9 @@ class CudaDevice(AbstractDevice):
         elif isinstance(event, _DiskCopy):
             # The copy to or from the bounce memory may not be queued yet: the CPU waits for
             # that, and the stream for the copy itself.
+            error = event.device_copy.exception()
+            if error is not None:
+                raise raised_anew(error)
             stream.wait_event(event.device_copy.result())
         else:
             stream.wait_event(event)
@@ -181,8 +193,8 @@ class _DiskLane:
         files: list[Future[None]],
     ) -> None:
         try:
-            for file in files:
-                file.result()
+            # The place must be free, whatever became of the copies that used it before.
+            futures.wait(files)
             copy.device_copy.result().synchronize()
             self._store.write(region, _memory(row)).result()
         except BaseException as error:
