@@ -9,11 +9,31 @@ from dataclasses import dataclass
 
 from ebbtide.block import NEVER_REPLAYED, Activation, BackwardEvent, Block, OpKind
 
-# What an H200 reaches in bf16 matmuls of these sizes, and of its 4.8 TB/s in elementwise ops.
-FLOPS_PER_NS = 400_000
-MOVED_BYTES_PER_NS = 3_500
-
 INPUT = ".input"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a device reaches, which is less than what it is sold with."""
+
+    flops_per_ns: int
+    """In matrix products."""
+    attention_flops_per_ns: int
+    """In fused attention."""
+    moved_bytes_per_ns: int
+    """Of its memory, in ops that are limited by the bytes that they move."""
+
+    def flops_ns(self, flops: int) -> int:
+        """Return the time of matrix products, rounded up."""
+        return -(-flops // self.flops_per_ns)
+
+    def attention_ns(self, flops: int) -> int:
+        """Return the time of fused attention, rounded up."""
+        return -(-flops // self.attention_flops_per_ns)
+
+    def moved_ns(self, num_bytes: int) -> int:
+        """Return the time of reading and writing so many bytes, rounded up."""
+        return -(-num_bytes // self.moved_bytes_per_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +41,11 @@ class Output:
     """One storage that a call makes."""
 
     num_bytes: int
+    """Of the storage."""
     suffix: str = ""
     """Follows the call's name where the call makes several."""
     has_gradient: bool = True
+    """Whether backward makes a gradient for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,29 +53,51 @@ class Call:
     """One op call of a block. Names begin with a dot and are local to the block."""
 
     name: str
+    """Of the call, and of its output if it makes one."""
     op: str
+    """By its aten name."""
     kind: OpKind
+    """What it is to a planner."""
     reads: tuple[str, ...] = ()
     """Activations; parameters are left out."""
     outputs: tuple[Output, ...]
+    """What it makes."""
     uses: tuple[str, ...] = ()
     """Activations that its backward asks for, in order."""
     flops: int = 0
     """Of the forward; 0 for what is limited by the bytes that it moves."""
     backward_workspace_bytes: int = 0
+    """Held while its backward runs, beside gradients."""
     is_sum: bool = False
     """Its backward hands on the gradient of its output, and computes nothing."""
+    is_frozen: bool = False
+    """A product with weights that are not trained: backward makes the input's gradient alone."""
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of its outputs."""
         return tuple(self.name + output.suffix for output in self.outputs)
 
+    @property
+    def model_backward_flops(self) -> int:
+        """Operations of backward as model FLOPs count them: no kernel's own recomputation."""
+        return self.flops if self.is_frozen else 2 * self.flops
 
-def make_block(name: str, class_name: str, calls: Sequence[Call]) -> Block:
+
+def make_block(
+    name: str, class_name: str, calls: Sequence[Call], rates: Rates, *, is_fused: bool = False
+) -> Block:
     """Make the block whose forward is `calls`; the first one must be its input.
 
     An activation is saved if some call's backward asks for it. There is one backward event for
     each call in reverse order, but for calls whose backward asks for nothing and takes no time.
+
+    Args:
+        name: Module path.
+        class_name: Of the module.
+        calls: In the order of forward.
+        rates: Of the device.
+        is_fused: Its forward runs as one, as a compiled block's.
     """
     num_bytes = {
         call.name + output.suffix: output.num_bytes for call in calls for output in call.outputs
@@ -69,7 +113,7 @@ def make_block(name: str, class_name: str, calls: Sequence[Call]) -> Block:
             is_saved=local in saved,
             is_replayable=call.kind not in NEVER_REPLAYED,
             group=name + call.name,
-            make_ns=_forward_ns(call, num_bytes),
+            make_ns=_forward_ns(call, num_bytes, rates),
         )
         for call in calls
         for local in call.names
@@ -78,28 +122,23 @@ def make_block(name: str, class_name: str, calls: Sequence[Call]) -> Block:
         name=name,
         class_name=class_name,
         activations=activations,
-        backward=_make_backward(name, calls, num_bytes),
+        backward=_make_backward(name, calls, num_bytes, rates),
+        is_fused=is_fused,
     )
 
 
-def flops_ns(flops: int) -> int:
-    return -(-flops // FLOPS_PER_NS)
-
-
-def moved_ns(num_bytes: int) -> int:
-    return -(-num_bytes // MOVED_BYTES_PER_NS)
-
-
-def _forward_ns(call: Call, num_bytes: dict[str, int]) -> int:
+def _forward_ns(call: Call, num_bytes: dict[str, int], rates: Rates) -> int:
     if call.kind is OpKind.INPUT:
         return 0
+    if call.kind is OpKind.ATTENTION and call.flops:
+        return rates.attention_ns(call.flops)
     if call.flops:
-        return flops_ns(call.flops)
-    return moved_ns(sum(num_bytes[name] for name in (*call.reads, *call.names)))
+        return rates.flops_ns(call.flops)
+    return rates.moved_ns(sum(num_bytes[name] for name in (*call.reads, *call.names)))
 
 
 def _make_backward(
-    block_name: str, calls: Sequence[Call], num_bytes: dict[str, int]
+    block_name: str, calls: Sequence[Call], num_bytes: dict[str, int], rates: Rates
 ) -> tuple[BackwardEvent, ...]:
     has_gradient = {
         call.name + output.suffix: output.has_gradient for call in calls for output in call.outputs
@@ -125,12 +164,14 @@ def _make_backward(
         made = sum(num_bytes[name] for name in read)
         # Where there is a gradient already, the new one is added to it.
         added = sum(3 * num_bytes[name] for name in read if name in alive)
-        if call.flops:
-            ratio = (5, 2) if call.kind is OpKind.ATTENTION else (2, 1)
-            compute_ns = flops_ns(call.flops * ratio[0] // ratio[1]) + moved_ns(added)
+        if call.kind is OpKind.ATTENTION and call.flops:
+            # Flash attention's backward makes the scores again: 5 products for 2 of forward.
+            compute_ns = rates.attention_ns(call.flops * 5 // 2) + rates.moved_ns(added)
+        elif call.flops:
+            compute_ns = rates.flops_ns(call.model_backward_flops) + rates.moved_ns(added)
         else:
             asked = sum(num_bytes[name] for name in call.uses)
-            compute_ns = moved_ns(given + asked + made + added)
+            compute_ns = rates.moved_ns(given + asked + made + added)
         events.append(
             BackwardEvent(
                 uses=tuple(block_name + name for name in call.uses),
