@@ -41,6 +41,12 @@ COMMANDS = (
         summary="Train one model under every strategy; print time, memory and loss side by side.",
     ),
     LazyCommand(
+        name="estimate",
+        module="ebbtide.commands.estimate",
+        extras="",
+        summary="Estimate what a model takes on a machine: time, memory, and what to move.",
+    ),
+    LazyCommand(
         name="observe",
         module="ebbtide.commands.observe",
         extras="torch,demo",

@@ -56,11 +56,12 @@ def make_model(shape: Shape) -> Any:
                 **common,
             )
         )
-    config, model = {
+    classes: dict[str, tuple[Any, Any]] = {
         "llama-3-8b": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3-14b": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "mistral-7b": (transformers.MistralConfig, transformers.MistralForCausalLM),
-    }[shape.name]
+    }
+    config, model = classes[shape.name]
     return model(
         config(
             hidden_size=shape.hidden,

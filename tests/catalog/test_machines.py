@@ -3,6 +3,7 @@ from typing import cast
 import pytest
 
 from ebbtide.catalog import MACHINES, find_machine
+from ebbtide.catalog.machines import with_disk
 from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 
@@ -14,7 +15,17 @@ def test_a_machine_is_found_by_its_name(name: str) -> None:
 
 
 def test_the_catalog_has_these_machines() -> None:
-    assert list(MACHINES) == ["h200-pcie5", "a100-pcie4"]
+    assert list(MACHINES) == [
+        "h200-pcie5",
+        "a100-pcie4",
+        "h100-pcie5",
+        "b200-pcie5",
+        "rtx4090",
+        "gh200",
+        "gb200-nvl72",
+        "gb300-nvl72",
+        "vera-rubin",
+    ]
 
 
 def test_the_h200_has_the_figures_that_were_measured() -> None:
@@ -59,8 +70,29 @@ def test_the_catalog_is_read_only() -> None:
 
 def test_an_unknown_name_lists_the_known_ones_nearest_first() -> None:
     with pytest.raises(PlanError) as caught:
-        find_machine("h100-pcie5")
+        find_machine("h200-pcie6")
     assert str(caught.value) == (
-        "unknown machine 'h100-pcie5'; valid names, nearest first: h200-pcie5, a100-pcie4. "
+        "unknown machine 'h200-pcie6'; valid names, nearest first: h200-pcie5, b200-pcie5, "
+        "h100-pcie5, a100-pcie4, gh200, gb200-nvl72, gb300-nvl72, rtx4090, vera-rubin. "
         "Name one of these, or read a file with Machine.from_json()."
     )
+
+
+def test_a_disk_is_added_with_the_speed_of_an_nvme() -> None:
+    with_one = with_disk(find_machine("rtx4090"), 10**12)
+    assert with_one.disk_bytes == 10**12
+    assert (with_one.disk_write_bytes_per_s, with_one.disk_read_bytes_per_s) == (
+        3 * 10**9,
+        7 * 10**9,
+    )
+
+
+def test_links_of_grace_and_vera_are_per_gpu_and_direction_not_as_advertised() -> None:
+    # 900 GB/s of C2C are the total of both directions, for two GPUs; 1.8 TB/s as well.
+    for name, advertised in (("gb200-nvl72", 900), ("gb300-nvl72", 900), ("vera-rubin", 1800)):
+        machine = find_machine(name)
+        most = advertised * 10**9 // 2 // 2
+        assert 0.8 * most < machine.out_bytes_per_s < most
+        assert machine.num_local_ranks == 4
+    rubin, grace = find_machine("vera-rubin"), find_machine("gb300-nvl72")
+    assert rubin.out_bytes_per_s == 2 * grace.out_bytes_per_s
