@@ -99,31 +99,55 @@ def make_block(
         rates: Of the device.
         is_fused: Its forward runs as one, as a compiled block's.
     """
+    return make_blocks((name,), class_name, calls, rates, is_fused=is_fused)[0]
+
+
+def make_blocks(
+    names: Sequence[str],
+    class_name: str,
+    calls: Sequence[Call],
+    rates: Rates,
+    *,
+    is_fused: bool = False,
+) -> tuple[Block, ...]:
+    """Make equal blocks, as `make_block` makes one; what they share is worked out once."""
     num_bytes = {
         call.name + output.suffix: output.num_bytes for call in calls for output in call.outputs
     }
     saved = {used for call in calls for used in call.uses}
-    activations = tuple(
-        Activation(
-            name=name + local,
-            op=call.op,
-            kind=call.kind,
-            num_bytes=num_bytes[local],
-            inputs=tuple(name + read for read in call.reads),
-            is_saved=local in saved,
-            is_replayable=call.kind not in NEVER_REPLAYED,
-            group=name + call.name,
-            make_ns=_forward_ns(call, num_bytes, rates),
+    make_ns = [_forward_ns(call, num_bytes, rates) for call in calls]
+    backward = _make_backward(calls, num_bytes, rates)
+    locals_of = [call.names for call in calls]
+    return tuple(
+        Block(
+            name=name,
+            class_name=class_name,
+            activations=tuple(
+                Activation(
+                    name=name + local,
+                    op=call.op,
+                    kind=call.kind,
+                    num_bytes=num_bytes[local],
+                    inputs=tuple([name + read for read in call.reads]),
+                    is_saved=local in saved,
+                    is_replayable=call.kind not in NEVER_REPLAYED,
+                    group=name + call.name,
+                    make_ns=ns,
+                )
+                for call, ns, outputs in zip(calls, make_ns, locals_of, strict=True)
+                for local in outputs
+            ),
+            backward=tuple(
+                BackwardEvent(
+                    uses=tuple([name + use for use in event.uses]),
+                    compute_ns=event.compute_ns,
+                    held_bytes=event.held_bytes,
+                )
+                for event in backward
+            ),
+            is_fused=is_fused,
         )
-        for call in calls
-        for local in call.names
-    )
-    return Block(
-        name=name,
-        class_name=class_name,
-        activations=activations,
-        backward=_make_backward(name, calls, num_bytes, rates),
-        is_fused=is_fused,
+        for name in names
     )
 
 
@@ -138,8 +162,9 @@ def _forward_ns(call: Call, num_bytes: dict[str, int], rates: Rates) -> int:
 
 
 def _make_backward(
-    block_name: str, calls: Sequence[Call], num_bytes: dict[str, int], rates: Rates
+    calls: Sequence[Call], num_bytes: dict[str, int], rates: Rates
 ) -> tuple[BackwardEvent, ...]:
+    """Return the events, with names that are local to the block."""
     has_gradient = {
         call.name + output.suffix: output.has_gradient for call in calls for output in call.outputs
     }
@@ -174,7 +199,7 @@ def _make_backward(
             compute_ns = rates.moved_ns(given + asked + made + added)
         events.append(
             BackwardEvent(
-                uses=tuple(block_name + name for name in call.uses),
+                uses=call.uses,
                 compute_ns=compute_ns,
                 held_bytes=sum(alive.values()) + made + call.backward_workspace_bytes,
             )

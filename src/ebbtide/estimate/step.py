@@ -2,10 +2,12 @@
 
 # T tokens, D model width, V vocabulary
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from ebbtide.catalog.calls import Rates, make_block
-from ebbtide.catalog.layers import Implementation, Layer, make_layer
+from ebbtide.block import Block
+from ebbtide.catalog.calls import Rates, make_blocks
+from ebbtide.catalog.layers import Implementation, make_layer
 from ebbtide.catalog.ops import FP32_BYTES
 from ebbtide.catalog.shapes import Family
 from ebbtide.estimate.resident import Resident, Stage
@@ -42,26 +44,29 @@ def make_workload(
     """
     shape = setup.shape
     prefix = "transformer.h" if shape.family is Family.GPT2 else "model.layers"
-    made: dict[bool, Layer] = {}
-    blocks = []
+    layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
+    names: dict[bool, list[str]] = {}
+    order: list[bool] = []
     for micro_batch in range(stage.num_in_flight):
-        for layer in range(stage.first_layer, stage.first_layer + stage.num_layers):
+        mark = f"micro_batch_{micro_batch}." if stage.num_in_flight > 1 else ""
+        for layer in layers:
             kind = shape.has_experts(layer)
-            if kind not in made:
-                made[kind] = make_layer(shape, layer, setup.form(is_rerun=is_rerun))
-            mark = f"micro_batch_{micro_batch}." if stage.num_in_flight > 1 else ""
-            blocks.append(
-                make_block(
-                    f"{mark}{prefix}.{layer}",
-                    _CLASS_NAMES[shape.family],
-                    made[kind].calls,
-                    rates,
-                    is_fused=setup.implementation is Implementation.COMPILED,
-                )
-            )
+            names.setdefault(kind, []).append(f"{mark}{prefix}.{layer}")
+            order.append(kind)
+    made: dict[bool, Iterator[Block]] = {}
+    for kind in names:
+        layer = next(layer for layer in layers if shape.has_experts(layer) is kind)
+        equal = make_blocks(
+            names[kind],
+            _CLASS_NAMES[shape.family],
+            make_layer(shape, layer, setup.form(is_rerun=is_rerun)).calls,
+            rates,
+            is_fused=setup.implementation is Implementation.COMPILED,
+        )
+        made[kind] = iter(equal)
     return Workload(
         model=shape.class_name,
-        blocks=tuple(blocks),
+        blocks=tuple(next(made[kind]) for kind in order),
         outside=_outside(setup, stage, resident, rates),
     )
 

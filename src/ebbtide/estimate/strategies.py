@@ -8,6 +8,7 @@ from functools import cached_property
 from ebbtide.catalog.accelerators import Accelerator
 from ebbtide.catalog.calls import Rates
 from ebbtide.catalog.maxtext import resolve_names
+from ebbtide.catalog.shapes import Family
 from ebbtide.check import check_plan
 from ebbtide.estimate.measured import scale_measured
 from ebbtide.estimate.named import plan_by_names
@@ -144,12 +145,10 @@ class Estimator:
         self.names = self._resolve(names)
 
     def _resolve(self, names: Sequence[str] | None) -> frozenset[str]:
-        known = {
-            a.name.removeprefix(block.name)
-            for workload in self._workloads(is_rerun=True)
-            for block in workload.blocks
-            for a in block.activations
-        }
+        workloads = self._workloads(is_rerun=True)
+        # One block of each kind: the first and the last have all names.
+        blocks = [block for w in workloads for block in (w.blocks[0], w.blocks[-1])]
+        known = {a.name.removeprefix(b.name) for b in blocks for a in b.activations}
         if names is not None:
             return resolve_names(names, known)
         found: set[str] = set()
@@ -177,6 +176,9 @@ class Estimator:
 
     @cached_property
     def _rerun_workloads(self) -> tuple[Workload, ...]:
+        shape = self.setup.shape
+        if shape.family is not Family.GPT2 and shape.experts is None:
+            return self.workloads  # No random op, and nothing is routed.
         return self._make(is_rerun=True)
 
     def _make(self, *, is_rerun: bool) -> tuple[Workload, ...]:
