@@ -14,7 +14,7 @@ _LLAMA_FIELDS = (
     "num_attention_heads",
     "vocab_size",
 )
-_FIELDS = {
+FIELDS = {
     "gpt2": ("n_layer", "n_embd", "n_head", "vocab_size"),
     "llama": _LLAMA_FIELDS,
     "mistral": _LLAMA_FIELDS,
@@ -66,14 +66,14 @@ class _Reader:
 
     def read(self) -> Shape:
         kind = self._config.get("model_type")
-        if not isinstance(kind, str) or kind not in _FIELDS:
-            given = unknown_name_message("model_type", str(kind), _FIELDS)
+        if not isinstance(kind, str) or kind not in FIELDS:
+            given = unknown_name_message("model_type", str(kind), FIELDS)
             raise ValueError(
                 f"MODEL {self._path}: {given}. If its layers are built as those of one of them, "
                 "give a file with that model_type and its fields, for example llama with "
                 f"{', '.join(_LLAMA_FIELDS)}"
             )
-        missing = [name for name in _FIELDS[kind] if self._config.get(name) is None]
+        missing = [name for name in FIELDS[kind] if self._config.get(name) is None]
         if missing:
             raise ValueError(
                 f"MODEL {self._path}: a file of {kind} needs {', '.join(missing)} as well; add "
