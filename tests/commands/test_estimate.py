@@ -189,6 +189,8 @@ def test_a_measured_run_is_scaled_to_the_full_model(tmp_path: Path) -> None:
     fewer = run_json(*common, "--layers", "4")
     assert rows_of(fewer)["keep"]["peak_gib"] < keep["peak_gib"]
     assert "times and bytes of blocks as in the measured run" in answer["assumptions"]
+    # A run tells nothing of other contexts.
+    assert answer["break_even_context"] is None
 
 
 def test_layers_change_the_model() -> None:
@@ -245,6 +247,20 @@ def test_a_disk_takes_what_the_host_has_no_room_for() -> None:
         (["llama-3-8b", "--offload", "q,,k"], "a name is empty"),
         (["gpt2", "--max", "layers"], "--max layers: it finds the largest context or batch"),
         (["gpt2", "--max", "batch", "--what-if", "batch"], "one question at a time"),
+        (["gpt2", "--max", "batch", "--offload", "context"], "--offload was given with --max"),
+        (["gpt2", "--max", "batch", "--planner", "lp"], "--planner was given with --max batch"),
+        (["gpt2", "--max", "batch", "--disk", "1TiB"], "--disk was given with --max batch"),
+        (["gpt2", "--layers", "99999999"], "more than 10000 are taken for a typing error"),
+        (["gpt2", "--dp", "99999999"], "more than 10000000 are taken for a typing error"),
+        (["gpt2", "--cp", "9999998"], "--cp 9999998 does not divide the 4096 context"),
+        (
+            ["llama-3-8b", "--workload", str(EXAMPLE), "--implementation", "eager"],
+            "--implementation was given with --workload",
+        ),
+        (
+            ["llama-3-8b", "--workload", str(EXAMPLE), "--what-if", "context"],
+            "sweep bandwidth, or leave one of them out",
+        ),
         (["gpt2", "--what-if", "layers"], "unknown axis 'layers'"),
         (["gpt2", "--what-if", "batch=1,x"], "values are numbers with commas between them"),
         (["gpt2", "--what-if", "batch=1.5"], "whole numbers of 1 or more"),

@@ -1,4 +1,4 @@
-"""Figures of known machines."""
+"""Figures of known machines; `models`, `layers` and the others are imported by name."""
 
 from ebbtide.catalog.machines import MACHINES, find_machine
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -109,8 +109,9 @@ def estimate(
         typer.Option(metavar="[PATH:]SIZE", help="Also use so much of an NVMe disk."),
     ] = None,
     planner: Annotated[
-        str, typer.Option(help="Of ebbtide's plan; lp takes longer and is a little better.")
-    ] = DEFAULT_PLANNER,
+        str | None,
+        typer.Option(help="Of ebbtide's plan: greedy by default; lp takes longer for a little."),
+    ] = None,
     tflops: Annotated[
         float | None,
         typer.Option(metavar="PEAK", help="Peak of the device in bf16, for a machine file."),
@@ -139,8 +140,16 @@ def estimate(
     Memory is arithmetic; time is a model. Exit status 2: misuse. 3: no strategy fits.
     """
     try:
-        _refuse_combinations(largest, what_if, workload)
-        check_planner(planner)
+        unused = {"--offload": offload, "--planner": planner, "--disk": disk}
+        _refuse_combinations(largest, what_if, unused)
+        measured_too = {
+            "--implementation": implementation != Implementation.FUSED.value,
+            "--attention": attention != Attention.FLASH.value,
+            "--loss-chunk": loss_chunk,
+            "--max": largest,
+        }
+        _refuse_beside_workload(workload, what_if, measured_too)
+        check_planner(planner or DEFAULT_PLANNER)
         shape = read_model(model)
         if layers is not None:
             if layers < 1:
@@ -171,7 +180,7 @@ def estimate(
             ),
             tflops=tflops,
             names=read_names(offload),
-            planner=planner,
+            planner=planner or DEFAULT_PLANNER,
             measured=None if workload is None else read_measured(workload),
         )
         _run(task, largest, what_if, is_json=json)
@@ -203,22 +212,38 @@ class _Task:
         )
 
 
-def _refuse_combinations(largest: str | None, what_if: str | None, workload: Path | None) -> None:
-    if largest is not None and what_if is not None:
+def _refuse_combinations(
+    largest: str | None, what_if: str | None, unused: Mapping[str, object]
+) -> None:
+    if largest is None:
+        return
+    if what_if is not None:
         raise ValueError(
             f"--max {largest} was given with --what-if {what_if}: one question at a time; leave "
             "one of them out"
         )
-    if largest is not None and largest not in ("context", "batch"):
+    if largest not in ("context", "batch"):
         raise ValueError(f"--max {largest}: it finds the largest context or batch; give one")
+    for option, given in unused.items():
+        if given:
+            raise ValueError(
+                f"{option} was given with --max {largest}, which needs none: it tries keeping, "
+                "checkpointing, and checkpointing with inputs on the host; leave one of them out"
+            )
+
+
+def _refuse_beside_workload(
+    workload: Path | None, what_if: str | None, given: Mapping[str, object]
+) -> None:
     if workload is None:
         return
-    if largest is not None:
-        raise ValueError(
-            f"--max {largest} was given with --workload {workload}: a run is of one context and "
-            "batch; leave one of them out"
-        )
-    if what_if is not None and not what_if.startswith("bandwidth"):
+    for option, value in given.items():
+        if value:
+            raise ValueError(
+                f"{option} was given with --workload {workload}: a run is of one context and "
+                "batch and one implementation; leave one of them out"
+            )
+    if what_if is not None and what_if.partition("=")[0] != "bandwidth":
         raise ValueError(
             f"--what-if {what_if} was given with --workload {workload}: a run is of one context "
             "and batch; sweep bandwidth, or leave one of them out"

@@ -13,7 +13,7 @@ MIB, GIB = 2**20, 2**30
 def describe_answer(answer: Answer) -> dict[str, object]:
     """Return the object for one question."""
     setup = answer.setup
-    degrees = setup.degrees
+    degrees, free = setup.degrees, answer.break_even
     kinds = {
         kind: {name: num_bytes / MIB for name, num_bytes in sizes.items()}
         for kind, sizes in answer.per_layer.items()
@@ -34,10 +34,9 @@ def describe_answer(answer: Answer) -> dict[str, object]:
         # Where all layers are alike, names; otherwise a map for each kind of layer.
         "per_layer_mib": kinds if len(kinds) > 1 else next(iter(kinds.values())),
         "maxtext_names": {ours: theirs for ours, theirs in maxtext.items() if theirs},
-        "break_even_context": {
-            "everything": answer.break_even.everything,
-            "dear": answer.break_even.dear,
-        },
+        "break_even_context": None
+        if free is None
+        else {"everything": free.everything, "dear": free.dear},
         "verdict": {
             "advice": answer.verdict.advice.value,
             "offload": list(answer.verdict.moved),

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from ebbtide.catalog.maxtext import maxtext_name
 from ebbtide.commands.columns import align_columns
 from ebbtide.estimate.answer import Answer
+from ebbtide.estimate.breakeven import BreakEven
 from ebbtide.estimate.search import Largest
 from ebbtide.estimate.setup import Setup
 from ebbtide.estimate.strategies import Row, Status, Strategy
@@ -61,7 +62,8 @@ def write_answer(answer: Answer) -> Iterator[str]:
     yield ""
     yield from _layers(answer)
     yield ""
-    yield _break_even(answer)
+    if answer.break_even is not None:
+        yield _break_even(answer.break_even, answer.machine)
     for text in answer.assumptions:
         yield f"assumed: {text}"
     yield f"verdict: {answer.verdict.sentence}"
@@ -162,14 +164,13 @@ def _layers(answer: Answer) -> Iterator[str]:
         )
 
 
-def _break_even(answer: Answer) -> str:
+def _break_even(found: BreakEven, machine: Machine) -> str:
     def say(context: int | None) -> str:
         if context is None:
             return "never"
         return "at any context" if context == 0 else f"from {context} tokens on"
 
-    found = answer.break_even
     return (
-        f"offloading is free on {answer.machine.name}: of all that is saved {say(found.everything)}"
-        f"; with what is cheap made again {say(found.dear)}"
+        f"offloading is free on {machine.name}: of all that is saved {say(found.everything)}; "
+        f"with what is cheap made again {say(found.dear)}"
     )

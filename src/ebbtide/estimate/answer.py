@@ -34,8 +34,8 @@ class Answer:
     """One for each strategy."""
     per_layer: Mapping[str, Mapping[str, int]]
     """Kind of layer to our local names, without the mark before them, to bytes on one device."""
-    break_even: BreakEven
-    """From which context on offloading is free."""
+    break_even: BreakEven | None
+    """From which context on offloading is free; None for a measured run, which is of one."""
     peak_flops_per_s: int
     """Of the device, published."""
     assumptions: tuple[str, ...]
@@ -55,7 +55,11 @@ def make_answer(estimator: Estimator) -> Answer:
         num_parameters=setup.shape.num_parameters,
         rows=rows,
         per_layer=_per_layer(estimator),
-        break_even=break_even(setup, estimator.machine, estimator.rates),
+        break_even=(
+            break_even(setup, estimator.machine, estimator.rates)
+            if estimator.measured is None
+            else None
+        ),
         peak_flops_per_s=estimator.accelerator.peak_flops_per_s(setup.dtype.value),
         assumptions=_assumptions(estimator),
         verdict=judge(rows),

@@ -11,6 +11,10 @@ MOST_TOKENS = 2**27
 """Of one micro-batch on one device: far above what any device holds, so a larger one is a typing
 error."""
 
+MOST_LAYERS = 10_000
+MOST_DEVICES = 10_000_000
+"""As well."""
+
 
 @enum.unique
 class Optimizer(enum.Enum):
@@ -140,6 +144,16 @@ class Setup:
                 f"{self.context * self.batch // self.degrees.cp} tokens a device; more than "
                 f"{MOST_TOKENS} are taken for a typing error"
             )
+        if self.shape.num_layers > MOST_LAYERS:
+            raise ValueError(
+                f"{self.shape.name} has {self.shape.num_layers} layers; more than {MOST_LAYERS} "
+                "are taken for a typing error"
+            )
+        if self.degrees.num_devices > MOST_DEVICES:
+            raise ValueError(
+                f"the degrees make {self.degrees.num_devices} devices; more than {MOST_DEVICES} "
+                "are taken for a typing error"
+            )
         self._check_degrees()
         self._check_implementation()
 
@@ -163,7 +177,8 @@ class Setup:
             splits.append(("tp", degrees.tp, "tokens of a device", self.tokens))
         for name, degree, what, number in splits:
             if number % degree:
-                near = [d for d in range(1, number + 1) if not number % d and d < 2 * degree]
+                most = min(number, 2 * degree, MOST_LAYERS)
+                near = [d for d in range(1, most + 1) if not number % d]
                 raise ValueError(
                     f"--{name} {degree} does not divide the {number} {what} of {shape.name}; "
                     f"degrees that do: {', '.join(map(str, near[-6:]))}"
