@@ -17,7 +17,14 @@ PAGE = (Path(__file__).parents[1] / "docs" / "estimate.md").read_text(encoding="
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 
 
-@pytest.mark.parametrize("name", TABLES)
+SLOW = {"shares", "llama_405b"}
+"""Tables with several plans for 126 layers."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in TABLES],
+)
 def test_the_table_is_what_is_computed(name: str) -> None:
     # Written by printing these rows.
     rows = list(TABLES[name]())

@@ -19,6 +19,11 @@ GIB, KIB = 2**30, 2**10
 QKV = ["query_proj", "key_proj", "value_proj"]
 
 
+def percent(share: float) -> str:
+    """Write a difference, without a minus before zero."""
+    return f"{round(share, 3) + 0.0:+.1%}"
+
+
 def implementations() -> Iterator[str]:
     """KiB that a token keeps in a layer."""
     for name in ("gpt2", "llama-3-8b", "llama-3-70b", "qwen3-14b", "mixtral-8x7b",
@@ -56,8 +61,8 @@ def measured() -> Iterator[str]:
         ours_ms = row.step_ns / 1e6
         yield (
             f"| {implementation.value} | {tokens} | {strategy.value} | {gib:.2f} | "
-            f"{ours_gib:.2f} | {ours_gib / gib - 1:+.1%} | {ms:.1f} | {ours_ms:.1f} | "
-            f"{ours_ms / ms - 1:+.1%} |"
+            f"{ours_gib:.2f} | {percent(ours_gib / gib - 1)} | {ms:.1f} | {ours_ms:.1f} | "
+            f"{percent(ours_ms / ms - 1)} |"
         )
 
 
@@ -74,8 +79,8 @@ def deepseek() -> Iterator[str]:
         tflops = row.flops_per_s / 1e12 / published.tflops - 1
         gib = row.peak_bytes / GIB / published.peak_gib - 1
         yield (
-            f"| {name} | {published.tflops} | {ours} | {tflops:+.1%} | {published.peak_gib} | "
-            f"{peak} | {gib:+.1%} | {host} |"
+            f"| {name} | {published.tflops} | {ours} | {percent(tflops)} | {published.peak_gib} | "
+            f"{peak} | {percent(gib)} | {host} |"
         )
 
 
@@ -97,7 +102,7 @@ def llama_405b() -> Iterator[str]:
         gain = offload.flops_per_s / remat.flops_per_s - 1
         yield (
             f"| {name} | {remat.flops_per_s / 1e12:.0f} | {sync.flops_per_s / 1e12:.0f} | "
-            f"{offload.flops_per_s / 1e12:.0f} | {gain:+.1%} | "
+            f"{offload.flops_per_s / 1e12:.0f} | {percent(gain)} | "
             f"{offload.host_bytes / GIB:.1f} | {offload.peak_bytes / GIB:.1f} |"
         )
 

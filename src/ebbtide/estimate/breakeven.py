@@ -6,6 +6,7 @@ have time to copy, large batches have no more than small ones.
 
 from dataclasses import dataclass, replace
 
+from ebbtide.block import Block
 from ebbtide.catalog.calls import Rates, make_block
 from ebbtide.catalog.layers import Implementation, make_layer
 from ebbtide.estimate.setup import MOST_TOKENS, Setup
@@ -42,8 +43,12 @@ def _search(setup: Setup, machine: Machine, rates: Rates, *, is_lean: bool) -> i
     least, most = 16, MOST_CONTEXT // step
     most = min(most, MOST_TOKENS)
 
+    asked = replace(setup, context=least * step, batch=1)
+    kinds = _kinds(asked, rates, is_lean)
+
     def is_free(number: int) -> bool:
-        return _is_free(replace(setup, context=number * step, batch=1), machine, rates, is_lean)
+        at = replace(setup, context=number * step, batch=1)
+        return _is_free(at, machine, rates, kinds)
 
     if is_free(least):
         return 0
@@ -59,27 +64,50 @@ def _search(setup: Setup, machine: Machine, rates: Rates, *, is_lean: bool) -> i
     return high * step
 
 
-def _is_free(setup: Setup, machine: Machine, rates: Rates, is_lean: bool) -> bool:
-    num_bytes = forward_ns = 0
-    kinds: dict[bool, int] = {}
-    for layer in range(setup.shape.num_layers):
-        kind = setup.shape.has_experts(layer)
-        kinds[kind] = kinds.get(kind, 0) + 1
-    for kind, count in kinds.items():
-        layer = setup.shape.num_layers - 1 if kind else 0
-        calls = make_layer(setup.shape, layer, setup.form(is_rerun=False)).calls
-        is_fused = setup.implementation is Implementation.COMPILED
-        blocks = tuple(
-            make_block(name, "Layer", calls, rates, is_fused=is_fused) for name in ("a", "b")
-        )
-        forward_ns += count * blocks[0].forward_ns
-        if not is_lean:
-            num_bytes += count * blocks[0].num_bytes_saved
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """Layers that are alike."""
+
+    layer: int
+    """One of them."""
+    count: int
+    """Of them."""
+    moved: frozenset[str]
+    """Local names of what is to be copied."""
+
+
+def _kinds(setup: Setup, rates: Rates, is_lean: bool) -> tuple[_Kind, ...]:
+    shape = setup.shape
+    found: list[_Kind] = []
+    for has_experts in (False, True):
+        layers = [i for i in range(shape.num_layers) if shape.has_experts(i) is has_experts]
+        if not layers:
             continue
-        plan = named_plan("offload", Workload(model="", blocks=blocks), min_bytes=0)
-        num_bytes += count * sum(
-            a.num_bytes for a in blocks[0].activations if plan.decision(a.name) is Decision.HOST
-        )
+        # Two, since nothing of a last block is moved.
+        blocks = tuple(_block(setup, rates, layers[0], name) for name in ("a", "b"))
+        moved = frozenset(a.name[1:] for a in blocks[0].activations if a.is_saved)
+        if is_lean:
+            plan = named_plan("offload", Workload(model="", blocks=blocks), min_bytes=0)
+            moved = frozenset(
+                a.name[1:] for a in blocks[0].activations if plan.decision(a.name) is Decision.HOST
+            )
+        found.append(_Kind(layer=layers[0], count=len(layers), moved=moved))
+    return tuple(found)
+
+
+def _block(setup: Setup, rates: Rates, layer: int, name: str) -> Block:
+    calls = make_layer(setup.shape, layer, setup.form(is_rerun=False)).calls
+    is_fused = setup.implementation is Implementation.COMPILED
+    return make_block(name, "Layer", calls, rates, is_fused=is_fused)
+
+
+def _is_free(setup: Setup, machine: Machine, rates: Rates, kinds: tuple[_Kind, ...]) -> bool:
+    num_bytes = forward_ns = 0
+    for kind in kinds:
+        block = _block(setup, rates, kind.layer, "a")
+        forward_ns += kind.count * block.forward_ns
+        sizes = (a.num_bytes for a in block.activations if a.name[1:] in kind.moved)
+        num_bytes += kind.count * sum(sizes)
     if not machine.out_bytes_per_s:
         return False
     return num_bytes * 1_000_000_000 <= forward_ns * machine.out_bytes_per_s
