@@ -19,7 +19,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner import named_plan, plan_for_budget
 from ebbtide.simulate import simulate
-from ebbtide.timeline import Lane, Timeline
+from ebbtide.timeline import Timeline
 from ebbtide.workload import Workload
 
 DEFAULT_NAMES = (
@@ -348,8 +348,3 @@ def _moved(plan: Plan, workload: Workload) -> dict[str, int]:
                 local = activation.name.removeprefix(block.name)
                 moved[local] = moved.get(local, 0) + activation.num_bytes
     return dict(sorted(moved.items(), key=lambda item: -item[1]))
-
-
-def copied_ns(timeline: Timeline) -> int:
-    """Return for how long the link was busy in the busier direction."""
-    return max(timeline.busy_ns(Lane.COPY_OUT), timeline.busy_ns(Lane.COPY_IN))
