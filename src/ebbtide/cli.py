@@ -47,6 +47,12 @@ COMMANDS = (
         summary="Estimate what a model takes on a machine: time, memory, and what to move.",
     ),
     LazyCommand(
+        name="doctor",
+        module="ebbtide.commands.doctor",
+        extras="jax",
+        summary="Say which flags of this environment make offloading in JAX slow or unsafe.",
+    ),
+    LazyCommand(
         name="observe",
         module="ebbtide.commands.observe",
         extras="torch,demo",
