@@ -1,0 +1,1 @@
+"""Other programs' forms of a plan. Each is imported by its own name."""
