@@ -68,6 +68,19 @@ def test_pairs_without_work_between_them_name_the_schedulers() -> None:
     assert "xla_gpu_enable_pipelined_host_offloading=true" in engagement.findings[0].change
 
 
+def test_adding_to_the_counter_hides_nothing_and_an_iteration_does() -> None:
+    counter = "  %next = s32[] fusion(%fwd.i), kind=kLoop, calls=%add\n"
+    carried = texts.DONE_IN.replace("%dynamic-slice-start.3)", "%bwd.begun)")
+    begun = (
+        "  %bwd.begun = ((f32[3,8,8]{2,1,0:S(5)}, s32[], s32[]), f32[1,8,8]{2,1,0}, u32[]) "
+        "get-tuple-element(%bwd.arg), index=3\n"
+    )
+    text = texts.scanned((texts.START_OUT, counter, texts.DONE_OUT), (begun, carried))
+    transfers = read_transfers(lines_of(text))
+    assert transfers.out_in_loop == Copies(num_bare=1)
+    assert transfers.in_in_loop == Copies(num_hidden=1)
+
+
 def test_nothing_on_the_host_names_the_name_and_the_memory_kind() -> None:
     engagement = judge_text(texts.ON_DEVICE, host_bytes=0)
     assert not engagement.transfers.has_host_space
@@ -108,6 +121,8 @@ def test_host_memory_that_no_plan_asked_for_is_found() -> None:
 
 def test_a_plan_that_moves_nothing_is_engaged_in_a_program_that_moves_nothing() -> None:
     assert judge_text(texts.ON_DEVICE, host_bytes=0, predicted=0).is_engaged
+    # The optimizer's state, say, is an argument in host memory.
+    assert judge_text(texts.ENGAGED, host_bytes=0, predicted=0).is_engaged
 
 
 def test_unrolled_layers_copy_outside_of_loops() -> None:

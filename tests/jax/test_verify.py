@@ -93,10 +93,6 @@ def plain_stack(params: Tree, x: Tree) -> Tree:
     return jax.lax.scan(mlp, x, params)[0]
 
 
-def recomputed_stack(params: Tree, x: Tree) -> Tree:
-    return jax.lax.scan(jax.checkpoint(mlp, prevent_cse=False), x, params)[0]
-
-
 PARAMS = stack_layers(make_layer(), L)
 
 
@@ -110,9 +106,7 @@ def compile_fast(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def compare(order: Callable[[jax.Array], jax.Array]) -> Verification:
-    return verify_stacks(
-        plain_stack, stack_that_reads(order), PARAMS, X, reordered=recomputed_stack
-    )
+    return verify_stacks(plain_stack, stack_that_reads(order), PARAMS, X)
 
 
 @pytest.mark.parametrize("policy", [None, OFFLOAD_H], ids=["recompute", "offload"])
@@ -153,7 +147,7 @@ def test_the_simulated_scan_is_equal_without_its_fault() -> None:
     ("order", "first_layer"),
     [
         (lambda saved: saved[::-1], 0),
-        (lambda saved: jnp.roll(saved, 1, axis=0), 0),
+        pytest.param(lambda saved: jnp.roll(saved, 1, axis=0), 0, marks=pytest.mark.slow),
         # Read one late: all but the last layer see the next one's input.
         (lambda saved: jnp.concatenate([saved[1:], saved[-1:]]), 0),
         pytest.param(lambda saved: saved.at[2].set(saved[1]), 0, marks=pytest.mark.slow),
@@ -266,6 +260,7 @@ def test_a_few_roundings_are_no_fault_and_more_are() -> None:
     assert more.noise == 0.0
 
 
+@pytest.mark.slow
 def test_what_correct_programs_differ_by_is_no_fault() -> None:
     report = verify_stacks(plain_stack, off_by(1.003), PARAMS, X, reordered=off_by(0.999))
     assert report.equal and not report.is_bit_equal

@@ -170,8 +170,8 @@ def _judge_bytes(
 ) -> list[Finding]:
     is_used = transfers.has_host_space or host_bytes
     planned, used = format_bytes(predicted_host_bytes), format_bytes(host_bytes)
-    if not is_used and not predicted_host_bytes:
-        return []
+    if not host_bytes and not predicted_host_bytes:
+        return []  # Arguments may lie in host memory, such as an optimizer's state.
     if not is_used and platform == "cpu":
         return [
             Finding(

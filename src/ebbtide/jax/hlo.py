@@ -21,6 +21,8 @@ _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CALLED = re.compile(r"\b(?:calls|to_apply|condition|body)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+# A counter's `s32[]` has none: adding to it hides nothing.
+_ARRAY = re.compile(r"\[\d")
 _BRACKETS = re.compile(r"[()]")
 _CALL_MARKS = ("calls=", "to_apply=", "body=", "_computations=")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
@@ -199,7 +201,7 @@ def _read_module(lines: Iterable[str]) -> _Module:
         module.has_host_space |= is_host
         if is_host:
             host_names.add(name)
-        num_work += opcode in _COMPUTES
+        num_work += opcode in _COMPUTES and _ARRAY.search(kind) is not None
         if not host_names or opcode in _PASSES_ON:
             continue
         _note_copy(current, name, opcode, rest, is_host, host_names, starts, num_work)
@@ -228,10 +230,11 @@ def _note_copy(
         starts[name] = min((starts[o] for o in operands if o in starts), default=num_work)
     elif opcode.endswith("-done"):
         begun = [starts[operand] for operand in operands if operand in starts]
-        if begun and num_work > min(begun):
-            tally.num_hidden += 1
-        else:
+        if begun and num_work == min(begun):
             tally.num_bare += 1
+        else:
+            # Without a start here it began in the iteration before, which hides it.
+            tally.num_hidden += 1
     elif opcode in ("fusion", "copy") or opcode.endswith("slice"):
         tally.num_plain += 1
         if len(tally.plain_names) < _MOST_NAMES:

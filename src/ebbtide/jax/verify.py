@@ -391,19 +391,23 @@ def _compare_leaf(
     one: jax.Array, other: jax.Array, is_stacked: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Largest absolute difference, largest absolute element, number of other bits; per layer."""
-    rows = one.shape[0] if is_stacked else 1
-    one, other = one.reshape(rows, -1), other.reshape(rows, -1)
     is_other = _bits_differ(one, other)
     wide = jnp.promote_types(one.dtype, jnp.float32)
     gap = jnp.abs(one.astype(wide) - other.astype(wide))
     # The same bits never differ, even if they are no number; a lone NaN differs by all there is.
     gap = jnp.where(is_other, jnp.where(jnp.isnan(gap), jnp.inf, gap), 0)
     scale = jnp.nan_to_num(jnp.abs(one.astype(wide)), posinf=0)
+    axes = _axes(one, is_stacked)
     return (
-        jnp.max(gap, axis=1, initial=0),
-        jnp.max(scale, axis=1, initial=0),
-        jnp.sum(is_other, axis=1),
+        jnp.atleast_1d(jnp.max(gap, axis=axes, initial=0)),
+        jnp.atleast_1d(jnp.max(scale, axis=axes, initial=0)),
+        jnp.atleast_1d(jnp.sum(is_other, axis=axes)),
     )
+
+
+def _axes(leaf: jax.Array, is_stacked: bool) -> tuple[int, ...]:
+    """All axes but that of layers; reshaping would gather a leaf that is sharded."""
+    return tuple(range(1 if is_stacked else 0, leaf.ndim))
 
 
 def _rounding(dtype: jnp.dtype) -> float:
@@ -449,7 +453,7 @@ def _describe_leaves(
     return [
         (
             jnp.all(jnp.isfinite(gradient)),
-            jnp.sum(jnp.abs(gradient.reshape(len(gradient) if is_stacked else 1, -1)), 1),
+            jnp.sum(jnp.abs(gradient), _axes(gradient, is_stacked), jnp.float32),
         )
         for gradient, is_stacked in zip(gradients, are_stacked, strict=True)
     ]
