@@ -10,6 +10,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from ebbtide.errors import PlanError
+from ebbtide.jax.late import late_stack
 from ebbtide.jax.verify import (
     ALLOWED_NOISES,
     Verification,
@@ -276,6 +277,41 @@ def test_where_correct_programs_differ_too_much_nothing_is_shown() -> None:
     assert report.noise == pytest.approx(0.2, rel=0.01)
     with pytest.raises(PlanError, match="cannot be verified on cpu"):
         report.refuse_if_different()
+
+
+def nearly_the_identity(x_BD: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+    return x_BD + 1e-7 * mlp(x_BD, layer)[0], None
+
+
+def test_a_fault_that_would_not_show_is_no_pass() -> None:
+    def rounded(x_BD: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+        return nearly_the_identity(x_BD * (1 + 2**-20), layer)
+
+    # Each layer's input is the next one's but for rounding, so reading another one would pass.
+    report = verify(nearly_the_identity, rounded, PARAMS, X)
+    assert (report.equal, report.is_bit_equal, report.is_too_noisy) == (False, False, True)
+    with pytest.raises(PlanError, match="would not stand out"):
+        report.refuse_if_different()
+    # Where bits are equal there is nothing to tell apart.
+    assert verify(nearly_the_identity, jax.checkpoint(nearly_the_identity), PARAMS, X).is_bit_equal
+
+
+def test_a_fault_that_would_show_lets_roundings_pass() -> None:
+    def rounded(x_BD: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
+        y_BD, _ = mlp(x_BD, layer)
+        return y_BD * (1 + 2**-21), None
+
+    report = verify(mlp, rounded, PARAMS, X)
+    assert (report.equal, report.is_bit_equal, report.is_too_noisy) == (True, False, False)
+
+
+def test_the_fault_on_purpose_is_the_one_that_is_simulated() -> None:
+    def shift(saved: jax.Array) -> jax.Array:
+        return jnp.concatenate([saved[1:], saved[-1:]])
+
+    report = verify_stacks(stack_that_reads(shift), late_stack(mlp), PARAMS, X)
+    assert report.equal
+    assert report.largest_difference < 1e-6
 
 
 def test_a_gradient_that_is_noise_alone_says_nothing_about_the_others() -> None:

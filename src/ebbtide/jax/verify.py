@@ -7,9 +7,9 @@ that is verified has three layers or more, their weights differ, and gradients a
 by layer and element by element.
 
 Bits are asked for. Where they differ, what is allowed is a multiple of what correct programs
-differ by (the plain stack run twice, and the plain stack against itself recomputed in full, which
-the compiler fuses otherwise) and a few roundings. A backend for which that is too much to tell
-right from wrong fails.
+differ by (the plain stack against itself recomputed in full: run-to-run noise, and the rounding of
+other fusions) and a few roundings. The fault itself is then tried on purpose (`late.py`), and
+where it would not stand out from that, the check fails.
 """
 
 import math
@@ -22,6 +22,13 @@ import jax
 import jax.numpy as jnp
 
 from ebbtide.errors import PlanError
+from ebbtide.jax.late import (
+    exact_leaves,
+    inexact_leaves,
+    is_inexact,
+    join_leaves,
+    late_stack,
+)
 
 # B batch, D width, L layers; a leaf of a stack has L in front.
 
@@ -99,11 +106,12 @@ class Verification:
     largest_difference: float
     """Largest difference of an element, as a fraction of the largest one of its leaf and layer."""
     is_too_noisy: bool
-    """Some layer has no gradient in which correct programs agree well enough to show a fault."""
+    """Bits differ, and a layer that reads the next one's input would not stand out from noise;
+    for `verify_stacks`: correct programs agree too little in all gradients of some layer."""
     noise: float
-    """The same between correct programs: the plain stack run twice and, where bits differ,
-    against itself recomputed in full; 0: the backend is deterministic. Gradients that are noise
-    alone (a bias of keys, which softmax ignores) are left out."""
+    """The same between correct programs: the plain stack and itself recomputed in full; 0 where
+    they have the same bits, and where `is_bit_equal` leaves nothing to measure. Gradients that are
+    noise alone (a bias of keys, which softmax ignores) are left out."""
     first_difference: Difference | None
     """The first leaf and layer that differ by more than is allowed, or, where none does, that
     have other bits; in the order of the parameters. None: all bits are equal."""
@@ -123,9 +131,9 @@ class Verification:
         if self.is_too_noisy:
             raise PlanError(
                 f"gradients cannot be verified on {self.platform} with jax {jax.__version__}: "
-                f"correct programs differ by {self.noise:.2g} of the largest element there, and "
-                f"more than {MOST_NOISE:.2g} cannot be told from a fault. Use a deterministic "
-                "attention kernel, float32, or fewer tokens for the check."
+                f"correct programs differ by {self.noise:.2g} of the largest element there, so "
+                "that a layer's input read for another's would not stand out. Use a deterministic "
+                "attention kernel, float32, a larger x or fewer tokens for the check."
             )
         raise PlanError(
             f"the rematted stack has wrong gradients on {self.platform} with jax "
@@ -143,9 +151,9 @@ def verify(
 ) -> Verification:
     """Compare the gradients of a scanned stack of `rematted` with those of `block`.
 
-    Both stacks are compiled and run on the backend in use: `block` twice and `rematted` once, and
-    where bits differ `block` once more, recomputed in full. Gradients are with respect to `params`
-    and `x`, for fixed random cotangents. Deterministic but for the backend's own noise.
+    Both stacks are compiled and run once on the backend in use and, where bits differ, `block`
+    twice more: recomputed in full, and with the fault on purpose. Gradients are with respect to
+    `params` and `x`, for fixed random cotangents. Deterministic but for the backend's own noise.
 
     Args:
         block: `(carry, layer's parameters) -> (carry, output)`, as `jax.lax.scan` takes it.
@@ -176,7 +184,7 @@ def verify(
     def other(params: Tree, x: Tree) -> Tree:
         return jax.lax.scan(rematted, x, params)
 
-    return verify_stacks(plain, other, stacked, x, reordered=recomputed)
+    return _verify(_Stacks(plain, other, recomputed, late_stack(block)), stacked, x)
 
 
 def verify_stacks(
@@ -191,43 +199,77 @@ def verify_stacks(
         other: What should be the same function.
         params: Each leaf with a leading axis of layers, of which there are three or more.
         x: The other argument.
-        reordered: A third program for the same function that does not offload, from which the
-            noise of other fusions is measured; None: only run-to-run noise is.
+        reordered: A third program for the same function that does not offload, from which noise
+            is measured; None: `plain` is run twice.
 
     Raises:
         ValueError: As `verify`.
     """
+    return _verify(_Stacks(plain, other, reordered, None), params, x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stacks:
+    plain: Stack
+    other: Stack
+    reordered: Stack | None
+    # With the fault on purpose, to see whether it would show.
+    late: Stack | None
+
+
+def _verify(stacks: _Stacks, params: Tree, x: Tree) -> Verification:
     layers = _count_layers(params)
     inputs = _split(params, x)
-    run_plain = _gradients_of(plain, params, x)
+    names = _leaf_names(stacks.plain, params, x)
+    run_plain = _gradients_of(stacks.plain, params, x)
     expected = run_plain(inputs)
-    names = _leaf_names(plain, params, x)
     _check_tells_layers_apart(expected, names, layers)
-    noises = _compare(expected, run_plain(inputs), names)
-    found = _compare(expected, _gradients_of(other, params, x)(inputs), names)
+
+    def compare(stack: Stack) -> list[Difference]:
+        return _compare(expected, _gradients_of(stack, params, x)(inputs), names)
+
+    found = compare(stacks.other)
     differing = [d for d in found if d.num_elements]
-    if differing and reordered is not None:
-        again = _compare(expected, _gradients_of(reordered, params, x)(inputs), names)
-        noises = [max(pair, key=_size) for pair in zip(noises, again, strict=True)]
-    telling = [noise for noise in noises if noise.relative <= MOST_NOISE]
-    noise = _largest(telling)
-    wrong = [
-        d
-        for d, own in zip(found, noises, strict=True)
-        if d.difference > ALLOWED_NOISES * max(own.difference, noise * d.scale)
-        and d.relative > d.rounding
-    ]
-    is_too_noisy = {n.layer for n in telling if n.layer is not None} != set(range(layers))
+    noises: list[Difference] = []
+    wrong: list[Difference] = []
+    telling: set[int | None] = set(range(layers))
+    if differing:
+        again = _compare(expected, run_plain(inputs), names) if stacks.reordered is None else None
+        noises = again or compare(stacks.reordered or stacks.plain)
+        wrong = _beyond_noise(found, noises)
+        if stacks.late is None:
+            telling = {noise.layer for noise in noises if noise.relative <= MOST_NOISE}
+        else:
+            # The last layer reads its own input there.
+            telling = {d.layer for d in _beyond_noise(compare(stacks.late), noises)} | {layers - 1}
+    is_too_noisy = not telling >= set(range(layers))
+    noise = _largest(noises) if is_too_noisy else _largest(_quiet(noises))
     return Verification(
-        equal=not differing or not (wrong or is_too_noisy),
+        equal=not (wrong or is_too_noisy),
         is_bit_equal=not differing,
-        is_too_noisy=bool(differing) and is_too_noisy,
+        is_too_noisy=is_too_noisy,
         largest_difference=_largest(found),
-        noise=_largest(noises) if is_too_noisy else noise,
+        noise=noise,
         first_difference=next(iter(wrong or differing), None),
         layers=layers,
         platform=jax.default_backend(),
     )
+
+
+def _quiet(noises: Sequence[Difference]) -> list[Difference]:
+    """Without gradients that are noise alone."""
+    return [noise for noise in noises if noise.relative <= MOST_NOISE]
+
+
+def _beyond_noise(found: Sequence[Difference], noises: Sequence[Difference]) -> list[Difference]:
+    """Return what differs by more than correct programs do, and by more than rounding."""
+    noise = _largest(_quiet(noises))
+    return [
+        difference
+        for difference, own in zip(found, noises, strict=True)
+        if difference.difference > ALLOWED_NOISES * max(own.difference, noise * difference.scale)
+        and difference.relative > difference.rounding
+    ]
 
 
 def stack_layers(params: Tree, layers: int) -> Tree:
@@ -249,7 +291,7 @@ def stack_layers(params: Tree, layers: int) -> Tree:
             f"layers={layers}: at least {MIN_LAYERS} are needed, because a stack of fewer looks "
             f"the same reversed and shifted. Pass layers={MIN_LAYERS} or more."
         )
-    if not any(_is_inexact(leaf) for leaf in jax.tree.leaves(params)):
+    if not any(is_inexact(leaf) for leaf in jax.tree.leaves(params)):
         raise ValueError(
             "params has no floating leaf, so no gradient could show the order of layers. Pass the "
             "parameters of one layer."
@@ -271,7 +313,7 @@ def _stack_leaf(leaf: jax.Array, index: int, layers: int) -> jax.Array:
             fold = jax.vmap(fold, in_axes=(0, None))
         return jax.vmap(fold, in_axes=(None, 0))(leaf, jnp.arange(layers))
     repeated = jnp.broadcast_to(leaf, (layers, *leaf.shape))
-    if not _is_inexact(leaf):
+    if not is_inexact(leaf):
         return repeated
     # Ones of a norm and zeros of a bias have no spread of their own.
     spread = jnp.maximum(SPREAD * jnp.std(leaf), SPREAD * SPREAD)
@@ -302,11 +344,8 @@ class _Inputs:
 
 
 def _split(params: Tree, x: Tree) -> _Inputs:
-    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves((params, x))]
-    return _Inputs(
-        [leaf for leaf in leaves if _is_inexact(leaf)],
-        [leaf for leaf in leaves if not _is_inexact(leaf)],
-    )
+    arrays = jax.tree.map(jnp.asarray, (params, x))
+    return _Inputs(inexact_leaves(arrays), exact_leaves(arrays))
 
 
 def _gradients_of(
@@ -314,16 +353,13 @@ def _gradients_of(
 ) -> Callable[[_Inputs], list[list[jax.Array]]]:
     """Return what computes [gradients of floating leaves, floating outputs]."""
     leaves, tree = jax.tree.flatten((params, x))
-    are_inexact = [_is_inexact(leaf) for leaf in leaves]
+    are_inexact = [is_inexact(leaf) for leaf in leaves]
 
     @jax.jit
     def gradients(inexact: list[jax.Array], exact: list[jax.Array]) -> list[list[jax.Array]]:
         def outputs(inexact: list[jax.Array]) -> list[jax.Array]:
-            first, second = iter(inexact), iter(exact)
-            joined = [next(first) if is_inexact else next(second) for is_inexact in are_inexact]
-            params, x = jax.tree.unflatten(tree, joined)
-            made = jax.tree.leaves(stack(params, x))
-            return [leaf for leaf in made if _is_inexact(leaf)]
+            params, x = jax.tree.unflatten(tree, join_leaves(are_inexact, inexact, exact))
+            return inexact_leaves(stack(params, x))
 
         made, pull = jax.vjp(outputs, inexact)
         # Ones would hide an error that cancels in the sum.
@@ -346,7 +382,7 @@ def _leaf_names(stack: Stack, params: Tree, x: Tree) -> list[_Leaf]:
         return [
             root + jax.tree_util.keystr(path)
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-            if _is_inexact(leaf)
+            if is_inexact(leaf)
         ]
 
     outputs = jax.eval_shape(stack, params, x)
@@ -485,14 +521,6 @@ def _count_layers(params: Tree) -> int:
 
 def _largest(differences: Sequence[Difference]) -> float:
     return max((difference.relative for difference in differences), default=0.0)
-
-
-def _size(difference: Difference) -> float:
-    return difference.difference
-
-
-def _is_inexact(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(jnp.result_type(leaf), jnp.inexact))
 
 
 def _refuse_shapes(name: str, one: jax.Array, other: jax.Array) -> NoReturn:
