@@ -241,8 +241,10 @@ class _Solver:
         shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in named if size)
         text = (
             f"no plan of {self._planner} fits a budget of {format_bytes(caps.device_bytes)}; the "
-            f"smallest that fits is {_at_least(smallest)}. The rest of the step holds: {shown}."
+            f"smallest that fits is {_at_least(smallest)}."
         )
+        if shown:
+            text += f" The rest of the step holds: {shown}."
         held = outside.resident_bytes + outside.constant_bytes + outside.turn_bytes
         if held > caps.device_bytes >= held - outside.turn_bytes:
             text += (
