@@ -7,6 +7,7 @@ from ebbtide.jax.flags import xla_flags
 from ebbtide.jax.names import names_of, with_names
 from ebbtide.jax.observe import Observation, Rates, observe
 from ebbtide.jax.policy import NamedPolicy, Residual, check_policy, residuals_of
+from ebbtide.jax.step import StepMemory, StepPlan, plan_step
 from ebbtide.jax.tide import Tide, plan_for
 from ebbtide.jax.verify import verify, verify_stacks
 
@@ -15,6 +16,8 @@ __all__ = [
     "Observation",
     "Rates",
     "Residual",
+    "StepMemory",
+    "StepPlan",
     "Tide",
     "check_engagement",
     "check_flags",
@@ -23,6 +26,7 @@ __all__ = [
     "names_of",
     "observe",
     "plan_for",
+    "plan_step",
     "reference_attention",
     "residuals_of",
     "verify",

@@ -16,7 +16,7 @@ import jax
 from ebbtide.block import Activation, BackwardEvent, Block, OpKind
 from ebbtide.errors import ModelError
 from ebbtide.jax.graph import COLLECTIVES, NO_VALUE, PRODUCTS, Cost, Graph, Operation, flatten
-from ebbtide.jax.names import INPUT, VIEWS, Names, with_names
+from ebbtide.jax.names import VIEWS, Names, with_names
 from ebbtide.workload import Outside, Workload
 
 LAYER = "layers"
@@ -470,6 +470,3 @@ def _shares(rates: Rates, measured_ns: int, total: Cost, parts: list[Cost]) -> l
 
 def _union(parts: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for part in parts for name in part))
-
-
-__all__ = ["INPUT", "LAYER", "Event", "Observation", "Pace", "Rates", "Value", "observe"]

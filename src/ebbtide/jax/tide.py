@@ -225,6 +225,7 @@ def plan_for(
         decide=decide,
         host_bytes=None if host is None else parse_bytes(host),
         scan=scan,
+        planner=SCAN_PLANNER if scan else UNROLLED_PLANNER,
         min_bytes=min_bytes,
     )
     check_tide(tide, block, params, x, *rest)
@@ -248,9 +249,21 @@ def plan_workload(
     decide: Mapping[str, str | Decision] | None,
     host_bytes: int | None,
     scan: bool,
+    planner: str,
     min_bytes: int,
 ) -> Tide:
-    """Plan a workload that was observed; arguments are those of `plan_for`.
+    """Plan a workload that was observed; other arguments are those of `plan_for`.
+
+    Args:
+        workload: The stack, and what else there is.
+        observation: Of one block.
+        machine: Its links.
+        budget_bytes: Most device memory of what the workload holds.
+        decide: Pins.
+        host_bytes: Most host memory; None: the machine's.
+        scan: The layers are scanned.
+        planner: `SCAN_PLANNER` gives all layers one decision, `UNROLLED_PLANNER` does not.
+        min_bytes: Smaller values are never moved.
 
     Raises:
         BudgetError: No plan keeps to the budget.
@@ -261,7 +274,7 @@ def plan_workload(
         machine,
         budget_bytes=budget_bytes,
         host_bytes=host_bytes,
-        planner=SCAN_PLANNER if scan else UNROLLED_PLANNER,
+        planner=planner,
         decide=_in_all_layers(decide, observation),
         min_bytes=min_bytes,
     )
@@ -275,11 +288,10 @@ def plan_workload(
         is_scanned=scan,
         message=outcome.message,
     )
-    if scan and len({tide.named_policy(i) for i in range(tide.layers)}) > 1:
+    if planner == SCAN_PLANNER and len({tide.named_policy(i) for i in range(tide.layers)}) > 1:
         raise PlanError(
             "decide: a scanned stack has one decision for all layers, and these patterns decide "
-            f"differently for some of them. Leave {LAYER}.N out of the patterns, or plan with "
-            "scan=False."
+            f"differently for some of them. Leave {LAYER}.N out of the patterns."
         )
     return tide
 

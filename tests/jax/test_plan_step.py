@@ -1,0 +1,102 @@
+"""A whole step's peak, as XLA plans it, is within the budget."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ebbtide.errors import BudgetError, ModelError
+from ebbtide.jax import Rates, StepPlan, plan_step
+from ebbtide.machine import Machine
+from tests.jax import blocks
+from tests.jax.blocks import Array, Block
+
+RATES = Rates(flops_per_s=1e12, memory_bytes_per_s=1e11)
+MACHINE = Machine(
+    name="test",
+    device_bytes=2**30,
+    host_bytes=2**30,
+    out_bytes_per_s=10**9,
+    in_bytes_per_s=10**9,
+    both_bytes_per_s=2 * 10**9,
+)
+LAYERS, TOKENS, WIDTH, WIDE, VOCABULARY = 8, 512, 64, 256, 512
+
+
+def block(params: dict[str, Array], x: Array) -> Array:
+    return x + jnp.tanh(x @ params["gate"]) @ params["down"]
+
+
+def step(block: Block, params: Any, head: Array, x: Array) -> Any:
+    """A step with logits and an update."""
+
+    def loss(params: Any, head: Array) -> Array:
+        y = jax.lax.scan(lambda h, p: (block(p, h), None), x, params)[0]
+        return jax.nn.logsumexp(y @ head, axis=-1).sum()
+
+    grads = jax.grad(loss, (0, 1))(params, head)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, (params, head), grads)
+
+
+def shape(*lengths: int) -> Any:
+    return jax.ShapeDtypeStruct(lengths, jnp.float32)
+
+
+ARGUMENTS = (
+    {"gate": shape(LAYERS, WIDTH, WIDE), "down": shape(LAYERS, WIDE, WIDTH)},
+    shape(WIDTH, VOCABULARY),
+    shape(TOKENS, WIDTH),
+)
+
+
+def plan(budget: int | str, **options: Any) -> StepPlan:
+    given: dict[str, Any] = {"machine": MACHINE, "rates": RATES, **options}
+    return plan_step(step, ARGUMENTS, block=block, layers=LAYERS, budget=budget, **given)
+
+
+@pytest.mark.slow
+def test_a_step_is_planned_between_nothing_and_everything_recomputed() -> None:
+    everything = plan("100%")
+    assert everything.tide.keeps_everything
+    keeps, again = everything.planned.device_bytes, everything.recomputed.device_bytes
+    # Each layer keeps the wide value and its derivative, and full recomputation neither.
+    assert keeps - again > LAYERS * TOKENS * WIDE * 4
+    budget = (keeps + again) // 2
+    planned = plan(budget)
+    assert planned.planned.device_bytes <= budget
+    assert not planned.tide.keeps_everything
+    assert planned.tide.plan.peak_bytes <= budget
+    assert str(planned.report()).count("the whole step, as compiled for cpu") == 1
+    with pytest.raises(BudgetError, match=r"no plan of uniform fits .* smallest that fits is"):
+        plan(again // 2)
+
+
+def test_a_step_that_knows_its_block_by_itself_is_refused() -> None:
+    with pytest.raises(ModelError, match="the step never called its block"):
+        plan_step(
+            lambda unused, *given: step(block, *given),
+            ARGUMENTS,
+            block=block,
+            layers=LAYERS,
+            budget="50%",
+            machine=MACHINE,
+            rates=RATES,
+        )
+
+
+def test_blocks_of_several_shapes_are_refused() -> None:
+    def two(block: Block, params: Any, x: Array) -> Array:
+        return block(params, block(params, x)[:4])
+
+    params = blocks.shapes_of_one(ARGUMENTS[0])
+    with pytest.raises(ModelError, match="several sets of shapes"):
+        plan_step(
+            two,
+            (params, ARGUMENTS[2]),
+            block=block,
+            layers=2,
+            budget="50%",
+            machine=MACHINE,
+            rates=RATES,
+        )
