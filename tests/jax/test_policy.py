@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.errors import PlanError, RuntimeStateError
 from ebbtide.jax import NamedPolicy, check_policy, residuals_of, with_names
-from ebbtide.jax.internals import saved_residuals
+from ebbtide.jax.internals import look_up, saved_residuals
 from ebbtide.jax.policy import refuse_unnamed
 from tests.jax import blocks
 from tests.jax.blocks import Array
@@ -43,6 +43,11 @@ def test_jax_says_the_same_of_them() -> None:
     ours = sorted((r.shape, r.dtype, r.is_on_host) for r in residuals_of(rematted, params, x))
     theirs = sorted((r.shape, r.dtype, r.is_on_host) for r in saved_residuals(rematted, params, x))
     assert ours == theirs
+
+
+def test_a_jax_that_lacks_what_is_relied_on_is_refused_by_name() -> None:
+    with pytest.raises(RuntimeStateError, match=r"has no jax\._src\.ad_checkpoint\.gone, which"):
+        look_up("jax._src.ad_checkpoint", "gone")
 
 
 def test_both_residuals_of_attention_are_needed() -> None:

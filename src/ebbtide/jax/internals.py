@@ -5,7 +5,8 @@ its name and jax's version, and not by a wrong result later.
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +22,12 @@ Array = Any
 """A jax array or tracer: their classes are not what type checkers can use."""
 
 
-def _look_up(module: str, name: str) -> Any:
+def look_up(module: str, name: str) -> Any:
+    """Return a name of jax that is not documented.
+
+    Raises:
+        RuntimeStateError: This jax has no such name.
+    """
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -32,7 +38,7 @@ def _look_up(module: str, name: str) -> Any:
 
 
 # Lists what the backward of a function keeps: pairs of an aval, with `memory_space`, and a text.
-_SAVED_RESIDUALS: Callable[..., list[tuple[Any, str]]] = _look_up(
+_SAVED_RESIDUALS: Callable[..., list[tuple[Any, str]]] = look_up(
     "jax._src.ad_checkpoint", "saved_residuals"
 )
 
@@ -89,6 +95,14 @@ def bind(eqn: JaxprEqn, values: Sequence[Array]) -> list[Array]:
 def scope_of(eqn: JaxprEqn) -> str:
     """Return the named scopes around an equation, with `/` between them; may be empty."""
     return str(eqn.source_info.name_stack)
+
+
+@contextmanager
+def context_of(eqn: JaxprEqn) -> Generator[None]:
+    """Enter what was around an equation when it was traced: named scopes, where to compute."""
+    scope = scope_of(eqn)
+    with jax.named_scope(scope) if scope else nullcontext(), eqn.ctx.manager:
+        yield
 
 
 def refuse_ignored_names() -> None:

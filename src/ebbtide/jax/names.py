@@ -18,7 +18,6 @@ checkpoint only the outputs get names: what is inside has no name.
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from ebbtide.errors import PlanError
 from ebbtide.jax.attention import nameable
-from ebbtide.jax.internals import NAME_PRIMITIVE, Array, bind, scope_of
+from ebbtide.jax.internals import NAME_PRIMITIVE, Array, bind, context_of, scope_of
 from ebbtide.naming import nearest
 
 INPUT = "input"
@@ -183,7 +182,7 @@ class _Placer:
                 if flags[0]:
                     dependent.add(eqn.outvars[0])
                 continue
-            with _scope(scope_of(eqn)):
+            with context_of(eqn):
                 inner = _join(scope, scope_of(eqn))
                 outputs, made = self._run_equation(eqn, read, flags, inner)
                 base = self._number(_join(inner, eqn.primitive.name))
@@ -234,10 +233,10 @@ class _Placer:
         if own:
             # Its author named what it keeps.
             self.names += own
-            self._given |= own
+            self._given.update(own)
             return bind(eqn, inputs)
         call = nameable(kernel, base)
-        self.names += sorted(_names_of_residuals(call, inputs))
+        self.names += _names_of_residuals(call, inputs)
         is_wanted = self._wanted is None or any(n.startswith(base + ".") for n in self._wanted)
         return list(call(*inputs)) if is_wanted else bind(eqn, inputs)
 
@@ -325,12 +324,9 @@ def names_in(jaxpr: Jaxpr) -> set[str]:
     return names
 
 
-def _names_of_residuals(kernel: Callable[..., Any], inputs: Sequence[Array]) -> set[str]:
-    return names_in(jax.make_jaxpr(lambda *values: jax.vjp(kernel, *values))(*inputs).jaxpr)
-
-
-def _scope(scope: str) -> AbstractContextManager[object]:
-    return jax.named_scope(scope) if scope else nullcontext()
+def _names_of_residuals(kernel: Callable[..., Any], inputs: Sequence[Array]) -> list[str]:
+    """Return the names that a kernel's author gave to what its backward keeps, sorted."""
+    return sorted(names_in(jax.make_jaxpr(lambda *values: jax.vjp(kernel, *values))(*inputs).jaxpr))
 
 
 def _join(*parts: str) -> str:

@@ -107,9 +107,7 @@ class Observation:
     events: tuple[Event, ...]
     """In backward order."""
     rest: Cost
-    """Of what makes no named value, such as casts of parameters; backward does it again."""
-    parameter_bytes: int
-    """Of the block's parameters."""
+    """Of what makes no named value, such as casts of parameters."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -237,11 +235,6 @@ def observe(block: Callable[..., Any], params: Any, x: Any, *rest: Any) -> Obser
         values=values,
         events=events,
         rest=reader.rest,
-        parameter_bytes=sum(
-            leaf.size * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(params)
-            if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
-        ),
     )
 
 

@@ -38,6 +38,8 @@ class StepMemory:
 
     device_bytes: int
     """Arguments, results and temporary memory, without what results share with arguments."""
+    temp_bytes: int
+    """The temporary part of it."""
     host_bytes: int
     """Temporary memory of the host; 0 on a CPU, where it is a part of `device_bytes`."""
 
@@ -59,6 +61,7 @@ class StepMemory:
             + analysis.output_size_in_bytes
             + analysis.temp_size_in_bytes
             - analysis.alias_size_in_bytes,
+            temp_bytes=analysis.temp_size_in_bytes,
             host_bytes=analysis.host_temp_size_in_bytes,
         )
 
@@ -72,8 +75,8 @@ class StepPlan:
     recomputed: StepMemory
     """With everything recomputed."""
     planned: StepMemory
-    """With the plan. On a CPU the bytes on the host are taken off `device_bytes`: XLA keeps
-    them in the same memory there."""
+    """With the plan. On a CPU the bytes on the host are taken off: XLA keeps them in the same
+    memory there."""
     budget_bytes: int
     """What the step may take."""
 
@@ -176,7 +179,11 @@ def plan_step(
         check_tide(tide, block, *arguments)
         planned = compile_with(tide.checkpoint(block))
         if jax.default_backend() == "cpu":
-            planned = replace(planned, device_bytes=planned.device_bytes - tide.plan.host_bytes)
+            planned = replace(
+                planned,
+                device_bytes=planned.device_bytes - tide.plan.host_bytes,
+                temp_bytes=planned.temp_bytes - tide.plan.host_bytes,
+            )
         over = planned.device_bytes - budget_bytes
         if over <= 0:
             return StepPlan(
