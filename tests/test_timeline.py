@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from ebbtide.errors import PlanError
-from ebbtide.timeline import Lane, Span, Timeline
+from ebbtide.timeline import HostMemory, Lane, Span, Timeline
 
 
 def a_timeline() -> Timeline:
@@ -53,6 +53,8 @@ def test_a_lane_is_busy_for_the_sum_of_its_spans() -> None:
         Lane.DISK_WRITE: 0,
         Lane.DISK_READ: 0,
         Lane.COLLECTIVE: 0,
+        Lane.HOST: 0,
+        Lane.STEP: 0,
     }
 
 
@@ -74,7 +76,7 @@ def test_json_form_names_its_format_version_and_lanes() -> None:
     spans = form.pop("spans")
     assert form == {
         "format": "ebbtide-timeline",
-        "version": 1,
+        "version": 2,
         "source": "simulated",
         "peak_bytes": 99,
     }
@@ -84,6 +86,9 @@ def test_json_form_names_its_format_version_and_lanes() -> None:
         "start_ns": 10,
         "end_ns": 40,
         "num_bytes": 7,
+        "stream": "",
+        "host_memory": "",
+        "queued_ns": 0,
     }
 
 
@@ -94,12 +99,43 @@ def test_every_lane_reads_back(lane: Lane) -> None:
     assert Timeline.from_json(timeline.to_json()).spans == (span,)
 
 
-@pytest.mark.parametrize("field", ["start_ns", "num_bytes"])
+@pytest.mark.parametrize("field", ["start_ns", "num_bytes", "queued_ns"])
 def test_a_negative_number_of_a_span_is_refused(field: str) -> None:
     message = message_of(form_with(lambda form: form["spans"][1].update({field: -1})))
     assert message == (
         f"span 'up' has {field} -1; times and sizes are 0 or more. Measure it again."
     )
+
+
+def test_version_1_knew_neither_streams_nor_host_memory() -> None:
+    def age(form: dict[str, Any]) -> None:
+        form["version"] = 1
+        for span in form["spans"]:
+            for field in ("stream", "host_memory", "queued_ns"):
+                del span[field]
+
+    assert Timeline.from_json(form_with(age)) == a_timeline()
+    aged_wrongly = form_with(lambda form: form.update(version=1))
+    assert message_of(aged_wrongly).startswith("spans[0]: unknown field 'host_memory'; valid names")
+
+
+def test_what_a_trace_knows_reads_back() -> None:
+    span = Span(
+        lane=Lane.COPY_OUT,
+        name="up",
+        start_ns=9,
+        end_ns=12,
+        stream="7",
+        host_memory=HostMemory.PINNED,
+        queued_ns=4,
+    )
+    timeline = Timeline(source="", spans=(span,), peak_bytes=0)
+    assert Timeline.from_json(timeline.to_json()).spans == (span,)
+
+
+def test_an_unknown_kind_of_host_memory_is_refused() -> None:
+    message = message_of(form_with(lambda form: form["spans"][1].update(host_memory="pined")))
+    assert message.startswith("spans[1]: unknown host_memory 'pined'; valid names, nearest first: ")
 
 
 def test_a_span_that_ends_before_it_starts_is_refused() -> None:
@@ -129,11 +165,11 @@ def test_another_format_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", True, None])
+@pytest.mark.parametrize("version", [3, 0, "1", True, None])
 def test_another_version_is_refused(version: object) -> None:
     assert message_of(form_with(lambda form: form.update(version=version))) == (
-        f"the file's version is {version!r}; this ebbtide reads version 1 of 'ebbtide-timeline' "
-        "only. Write the file again with this ebbtide."
+        f"the file's version is {version!r}; this ebbtide reads versions 1 to 2 of "
+        "'ebbtide-timeline' only. Write the file again with this ebbtide."
     )
 
 

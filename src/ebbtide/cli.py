@@ -64,6 +64,12 @@ COMMANDS = (
         extras="solver,report",
         summary="Plan a measured step for a memory budget, or check a plan.",
     ),
+    LazyCommand(
+        name="trace",
+        module="ebbtide.commands.trace",
+        extras="report",
+        summary="Read a profiler's file: how much of the copies is hidden, and what to change.",
+    ),
 )
 
 

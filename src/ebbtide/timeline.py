@@ -6,7 +6,7 @@ The JSON form is in `docs/formats.md`.
 import enum
 import json
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from ebbtide.errors import PlanError
 from ebbtide.forms import (
@@ -21,7 +21,9 @@ from ebbtide.forms import (
 from ebbtide.naming import unknown_name_message
 
 TIMELINE_FORMAT = "ebbtide-timeline"
-TIMELINE_VERSION = 1
+TIMELINE_VERSION = 2
+
+_SINCE_2 = frozenset({"stream", "host_memory", "queued_ns"})
 
 
 @enum.unique
@@ -42,6 +44,22 @@ class Lane(enum.Enum):
     """Disk to host."""
     COLLECTIVE = "collective"
     """Communication between devices."""
+    HOST = "host"
+    """The CPU is inside a call that waits for the device, or takes or returns memory."""
+    STEP = "step"
+    """Nothing ran: the span is a training step that the profiled program marked."""
+
+
+@enum.unique
+class HostMemory(enum.Enum):
+    """What kind of host memory a copy read or wrote."""
+
+    UNKNOWN = ""
+    """Not a copy between host and device, or the source does not say."""
+    PINNED = "pinned"
+    """Page-locked: the copy may run beside the CPU and at the link's full speed."""
+    PAGEABLE = "pageable"
+    """The driver copies through a small pinned buffer of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +80,26 @@ class Span:
     """From the start of the step."""
     num_bytes: int = 0
     """Bytes copied; 0 for compute."""
+    stream: str = ""
+    """The queue that it ran on, or the CPU thread; empty: unknown."""
+    host_memory: HostMemory = HostMemory.UNKNOWN
+    """For a copy, what the host's side of it was."""
+    queued_ns: int = 0
+    """How long before `start_ns` the CPU asked for it; 0: unknown."""
 
     def __post_init__(self) -> None:
-        refuse_negative(self.start_ns, f"span {self.name!r}", "start_ns")
-        refuse_negative(self.num_bytes, f"span {self.name!r}", "num_bytes")
-        refuse_negative(self.end_ns - self.start_ns, f"span {self.name!r}", "a length of")
+        # Traces have millions of spans: the messages are only made where there is a fault.
+        if self.start_ns < 0 or self.end_ns < self.start_ns or self.num_bytes < 0:
+            refuse_negative(self.start_ns, f"span {self.name!r}", "start_ns")
+            refuse_negative(self.num_bytes, f"span {self.name!r}", "num_bytes")
+            refuse_negative(self.end_ns - self.start_ns, f"span {self.name!r}", "a length of")
+        if self.queued_ns < 0:
+            refuse_negative(self.queued_ns, f"span {self.name!r}", "queued_ns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step.
+    """One simulated step, or what a profiler recorded of one device.
 
     Raises:
         PlanError: A number is negative.
@@ -98,7 +126,10 @@ class Timeline:
         return sum(s.end_ns - s.start_ns for s in self.spans if s.lane is Lane.STALL)
 
     def busy_ns(self, lane: Lane) -> int:
-        """Time for which a lane was busy; its spans must not overlap."""
+        """Time for which a lane was busy; its spans must not overlap, as simulated ones never do.
+
+        `ebbtide.trace.analyse` counts exactly where they may, as in traces.
+        """
         return sum(s.end_ns - s.start_ns for s in self.spans if s.lane is lane)
 
     def to_json(self) -> str:
@@ -115,6 +146,9 @@ class Timeline:
                     "start_ns": span.start_ns,
                     "end_ns": span.end_ns,
                     "num_bytes": span.num_bytes,
+                    "stream": span.stream,
+                    "host_memory": span.host_memory.value,
+                    "queued_ns": span.queued_ns,
                 }
                 for span in self.spans
             ],
@@ -132,25 +166,44 @@ class Timeline:
         record = read_form(text, form=TIMELINE_FORMAT, version=TIMELINE_VERSION)
         fields = {"format", "version", "source", "peak_bytes", "spans"}
         refuse_unknown_fields(record, fields, where="timeline")
+        version = read_int(record, "version", where="timeline")
         spans = read_list(record, "spans", where="timeline")
         return cls(
             source=read_text(record, "source", where="timeline"),
-            spans=tuple(_read_span(span, where=f"spans[{i}]") for i, span in enumerate(spans)),
+            spans=tuple(
+                _read_span(span, version, where=f"spans[{i}]") for i, span in enumerate(spans)
+            ),
             peak_bytes=read_int(record, "peak_bytes", where="timeline"),
         )
 
 
-def _read_span(value: object, *, where: str) -> Span:
+def _read_span(value: object, version: int, *, where: str) -> Span:
     record = read_record(value, where=where)
-    refuse_unknown_fields(record, set(Span.__dataclass_fields__), where=where)
-    lane = read_text(record, "lane", where=where)
-    valid = tuple(member.value for member in Lane)
-    if lane not in valid:
-        raise PlanError(f"{where}: {unknown_name_message('lane', lane, valid)}")
+    fields = set(Span.__dataclass_fields__)
+    refuse_unknown_fields(record, fields if version > 1 else fields - _SINCE_2, where=where)
+    lane = _read_choice(record, "lane", tuple(member.value for member in Lane), where=where)
+    since_2: dict[str, Any] = {}
+    if version > 1:
+        memories = tuple(member.value for member in HostMemory)
+        since_2["stream"] = read_text(record, "stream", where=where)
+        since_2["host_memory"] = HostMemory(
+            _read_choice(record, "host_memory", memories, where=where)
+        )
+        since_2["queued_ns"] = read_int(record, "queued_ns", where=where)
     return Span(
         lane=Lane(lane),
         name=read_text(record, "name", where=where),
         start_ns=read_int(record, "start_ns", where=where),
         end_ns=read_int(record, "end_ns", where=where),
         num_bytes=read_int(record, "num_bytes", where=where),
+        **since_2,
     )
+
+
+def _read_choice(
+    record: dict[str, object], field: str, valid: tuple[str, ...], *, where: str
+) -> str:
+    given = read_text(record, field, where=where)
+    if given not in valid:
+        raise PlanError(f"{where}: {unknown_name_message(field, given, valid)}")
+    return given

@@ -20,20 +20,20 @@ from ebbtide.workload import Workload
 Form = TypeVar("Form")
 
 
-def read_workload(path: Path) -> Workload:
-    """Read a workload that has times, as planning needs."""
-    workload = _read_file("WORKLOAD", path, Workload.from_json)
+def read_workload(path: Path, option: str = "WORKLOAD") -> Workload:
+    """Read a workload that has times, as planning needs; `option` is how it was given."""
+    workload = _read_file(option, path, Workload.from_json)
     if not workload.is_timed:
         raise ValueError(
-            f"WORKLOAD {path}: it has no times, and a budget needs them; write it again with "
+            f"{option} {path}: it has no times, and a budget needs them; write it again with "
             "`ebbtide observe`"
         )
     return workload
 
 
-def read_plan(path: Path) -> Plan:
-    """Read a plan."""
-    return _read_file("--check", path, Plan.from_json)
+def read_plan(path: Path, option: str = "--check") -> Plan:
+    """Read a plan; `option` is how it was given."""
+    return _read_file(option, path, Plan.from_json)
 
 
 def read_machine(given: str) -> Machine:

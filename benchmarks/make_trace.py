@@ -1,0 +1,177 @@
+"""Write a large trace, as a profiler would have, to measure `ebbtide trace` on.
+
+    python3 benchmarks/make_trace.py kineto trace.json --size 200MB
+    python3 benchmarks/make_trace.py nsys trace.sqlite --rows 2000000
+
+The traces are of made-up steps: CPU operators, launches, kernels on one stream and copies both ways
+on two others, with the fields and in the proportions of real ones. No randomness.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sqlite3
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ebbtide.units import parse_bytes
+
+KERNEL_US = 180
+COPY_US = 300
+COPY_BYTES = 16 * 2**20
+KERNELS_PER_STEP = 2000
+KERNELS_PER_COPY = 10
+NAMES = [f"void cutlass::kernel_{i}<bf16, 128, 256, 64>(Params)" for i in range(40)]
+# Since 1970, as torch writes them: the fraction of a nanosecond must not be lost.
+START_US = 1_764_000_000_000_000
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=("kineto", "nsys"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", type=parse_bytes, default=200 * 10**6)
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    options = parser.parse_args()
+    if options.kind == "kineto":
+        write_kineto(options.out, options.size)
+    else:
+        write_nsys(options.out, options.rows)
+    print(f"wrote {options.out}: {options.out.stat().st_size / 1e6:.0f} MB", file=sys.stderr)
+    return 0
+
+
+def write_kineto(path: Path, num_bytes: int) -> None:
+    """Write Chrome JSON of at least so many bytes."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write('{\n  "schemaVersion": 1,\n  "deviceProperties": [{"id": 0, "name": "GPU"}],\n')
+        file.write('  "traceEvents": [\n')
+        written, separator = 0, "  "
+        for event in events():
+            text = separator + json.dumps(event, indent=2)
+            written += file.write(text)
+            separator = ",\n  "
+            if written >= num_bytes:
+                break
+        file.write("\n  ]\n}\n")
+
+
+def events() -> Iterator[dict[str, Any]]:
+    """Yield events without end: for each kernel two CPU operators, a launch and itself."""
+    number = 0
+    while True:
+        at = START_US + number * KERNEL_US + 0.123
+        if number % KERNELS_PER_STEP == 0:
+            name = f"ProfilerStep#{number // KERNELS_PER_STEP}"
+            took = KERNELS_PER_STEP * KERNEL_US
+            yield event("user_annotation", name, at, took, {"External id": number})
+        for depth in range(2):
+            shape = {"Input Dims": [[1, 8192, 4096], [4096, 4096]], "Sequence number": number}
+            yield event("cpu_op", f"aten::op_{depth}", at + depth, 20 - depth, shape)
+        launch = {"correlation": number, "External id": number}
+        yield event("cuda_runtime", "cudaLaunchKernel", at + 5, 3.5, launch)
+        facts = {"stream": 7, "grid": [64, 32, 1], "block": [128, 1, 1]}
+        yield event(
+            "kernel",
+            NAMES[number % len(NAMES)],
+            at + 100,
+            KERNEL_US - 5,
+            {**launch, **facts},
+            tid=7,
+        )
+        if number % KERNELS_PER_COPY == 0:
+            is_out = number // KERNELS_PER_COPY % 2 == 0
+            name = "DtoH (Device -> Pinned)" if is_out else "HtoD (Pinned -> Device)"
+            facts = {"bytes": COPY_BYTES, "stream": 20 + is_out}
+            asked = {"correlation": -number - 1}
+            yield event("cuda_runtime", "cudaMemcpyAsync", at + 10, 3.5, asked)
+            yield event("gpu_memcpy", f"Memcpy {name}", at + 120, COPY_US, facts, tid=20 + is_out)
+        number += 1
+
+
+def event(
+    category: str, name: str, at: float, took: float, arguments: dict[str, Any], tid: int = 4242
+) -> dict[str, Any]:
+    if "stream" in arguments:
+        arguments = {"device": 0, "context": 1, **arguments}
+    return {
+        **{"ph": "X", "cat": category, "name": name, "pid": 0 if tid < 100 else 4242, "tid": tid},
+        **{"ts": at, "dur": took, "args": arguments},
+    }
+
+
+def write_nsys(path: Path, num_rows: int) -> None:
+    """Write an SQLite export with so many rows: a launch and a kernel each, and copies."""
+    path.unlink(missing_ok=True)
+    database = sqlite3.connect(path)
+    database.executescript(
+        """
+        CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT NOT NULL);
+        CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT NULL,
+          deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL,
+          correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL,
+          shortName INTEGER NOT NULL, graphNodeId INTEGER);
+        CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER NOT NULL, end INTEGER NOT NULL,
+          deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL,
+          correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL,
+          copyKind INTEGER NOT NULL, srcKind INTEGER, dstKind INTEGER);
+        CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER NOT NULL, end INTEGER NOT NULL,
+          globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER);
+        CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL,
+          text TEXT, textId INTEGER, globalTid INTEGER);
+        """
+    )
+    launch, copy, pid = 100, 101, 4242 << 24
+    database.executemany("INSERT INTO StringIds VALUES (?, ?)", list(enumerate(NAMES)))
+    calls = [(launch, "cudaLaunchKernel_v7000"), (copy, "cudaMemcpyAsync_v3020")]
+    database.executemany("INSERT INTO StringIds VALUES (?, ?)", calls)
+    num_kernels = num_rows * KERNELS_PER_COPY // (2 * KERNELS_PER_COPY + 2)
+    period = KERNEL_US * 1000
+    database.executemany(
+        "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, 0, 1, 7, ?, ?, ?, ?, NULL)",
+        (
+            (i * period + 10**5, (i + 1) * period + 95_000, i, pid, i % 40, i % 40)
+            for i in range(num_kernels)
+        ),
+    )
+    database.executemany(
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?, 0)",
+        (
+            (i * period // 2 + 5000, i * period // 2 + 8500, pid + 7, i, launch)
+            for i in range(num_kernels)
+        ),
+    )
+    copies = range(0, num_kernels, KERNELS_PER_COPY)
+    database.executemany(
+        "INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (?, ?, 0, 1, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            (
+                *(i * period + 120_000, i * period + 420_000, 20 + n % 2, num_kernels + i, pid),
+                *((COPY_BYTES, 2, 3, 2) if n % 2 else (COPY_BYTES, 1, 2, 3)),
+            )
+            for n, i in enumerate(copies)
+        ),
+    )
+    database.executemany(
+        "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?, 0)",
+        (
+            (i * period // 2 + 9000, i * period // 2 + 9900, pid + 7, num_kernels + i, copy)
+            for i in copies
+        ),
+    )
+    database.executemany(
+        "INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, NULL, ?)",
+        (
+            (i * period // 2, (i + KERNELS_PER_STEP) * period // 2, f"step {n}", pid + 7)
+            for n, i in enumerate(range(0, num_kernels, KERNELS_PER_STEP))
+        ),
+    )
+    database.commit()
+    database.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

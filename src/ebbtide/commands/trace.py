@@ -1,0 +1,108 @@
+"""The command `ebbtide trace`: read a profiler's file, analyse, print."""
+
+from __future__ import annotations
+
+import json as json_text
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from ebbtide.commands.arguments import read_machine, read_plan, read_workload
+from ebbtide.commands.trace_json import describe_trace
+from ebbtide.commands.trace_report import write_trace
+from ebbtide.errors import ExitCode, PlanError
+from ebbtide.trace.findings import find
+from ebbtide.trace.overlap import analyse
+from ebbtide.trace.predicted import Comparison, compare_with_plan
+from ebbtide.trace.read import read_trace
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command `trace` to `app`."""
+    app.command("trace")(trace)
+
+
+def trace(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A trace of torch.profiler (JSON, plain or gzip), an SQLite export of Nsight "
+            "Systems, or an xplane.pb of jax.profiler.",
+        ),
+    ],
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN", help="Set this plan's predicted step beside the recorded one."
+        ),
+    ] = None,
+    workload: Annotated[
+        Path | None,
+        typer.Option(metavar="WORKLOAD", help="With --plan: the workload that it is for."),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Hold the copies against this machine's link: one of the catalog, such as "
+            "h200-pcie5, or a file.",
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say how much of the copies lay under compute, how much did not, and what to change.
+
+    Exit status 1: the file is no trace, or nothing in it ran on a GPU. 2: misuse.
+    """
+    try:
+        if not file.exists():
+            raise ValueError(f"FILE {file}: there is no such file; give an existing one")
+        if plan is not None and (workload is None or machine is None):
+            raise ValueError(
+                f"--plan {plan}: a predicted step needs the workload that was planned and the "
+                "machine; give --workload and --machine too"
+            )
+        if workload is not None and plan is None:
+            raise ValueError(f"--workload {workload}: it says what a plan is for; give --plan too")
+        on = None if machine is None else read_machine(machine)
+        planned = None if plan is None else read_plan(plan, "--plan")
+        for_workload = None if workload is None else read_workload(workload, "--workload")
+        if planned is not None and for_workload is not None:
+            try:
+                planned.check_fits(for_workload)
+            except PlanError as error:
+                raise ValueError(f"--plan {plan}: {error}") from error
+    except ValueError as error:
+        _refuse(error)
+    read = read_trace(file)
+    analyses = [analyse(device.timeline, on) for device in read.devices]
+    comparisons: list[Comparison] = []
+    if planned is not None and for_workload is not None and on is not None:
+        comparisons = [
+            compare_with_plan(device.timeline, planned, for_workload, on) for device in read.devices
+        ]
+    findings = [
+        finding
+        for device, analysis in zip(read.devices, analyses, strict=True)
+        for finding in find(device, analysis, machine=on, plan=planned, workload=for_workload)
+    ]
+    if json:
+        typer.echo(json_text.dumps(describe_trace(read, analyses, findings, comparisons), indent=2))
+    else:
+        for line in write_trace(read, analyses, findings, comparisons):
+            typer.echo(line)
+    for note in read.notes:
+        _say(f"{file}: {note}")
+    if not read.devices:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _say(message: str) -> None:
+    typer.echo(f"ebbtide trace: {message}", err=True)
+
+
+def _refuse(error: ValueError) -> NoReturn:
+    _say(" ".join(str(error).split()))
+    raise typer.Exit(ExitCode.MISUSE) from error

@@ -1,0 +1,283 @@
+"""Read the SQLite file that `nsys export --type sqlite` writes.
+
+nsys makes a table only if there is something in it, and the columns differ between versions, so
+both are asked for. Enumerations are read from the file where it has them; the numbers that stand
+here otherwise are CUPTI's.
+"""
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+from ebbtide.errors import TraceError
+from ebbtide.timeline import HostMemory, Lane
+from ebbtide.trace.builder import Trace, TraceBuilder, Work
+from ebbtide.trace.names import lane_of_kernel, memory_of
+
+KIND = "Nsight Systems"
+HOW_NSYS: Final = (
+    "record with nsys profile --trace=cuda,nvtx --cuda-graph-trace=node -o OUT COMMAND, "
+    "then nsys export --type sqlite --output OUT.sqlite OUT.nsys-rep"
+)
+
+KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
+COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
+SETS = "CUPTI_ACTIVITY_KIND_MEMSET"
+GRAPHS = "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+CALLS = "CUPTI_ACTIVITY_KIND_RUNTIME"
+RANGES = "NVTX_EVENTS"
+TABLES: Final = (KERNELS, COPIES, SETS, GRAPHS, CALLS, RANGES)
+
+# CUPTI's CUpti_ActivityMemcpyKind and CUpti_ActivityMemoryKind.
+_COPY_KINDS: Final = {1: Lane.COPY_IN, 2: Lane.COPY_OUT, 8: Lane.COMPUTE, 10: Lane.COLLECTIVE}
+_MEMORY_KINDS: Final = {1: HostMemory.PAGEABLE, 2: HostMemory.PINNED}
+_ENUM_LANES: Final = (
+    (("host-to-device", "htod"), Lane.COPY_IN),
+    (("device-to-host", "dtoh"), Lane.COPY_OUT),
+    (("device-to-device", "dtod"), Lane.COMPUTE),
+    (("peer-to-peer", "ptop"), Lane.COLLECTIVE),
+)
+# NvtxPushPopRange and NvtxStartEndRange.
+_RANGE_TYPES = (59, 60)
+
+
+def read_nsys(path: Path) -> Trace:
+    """Read an SQLite export of Nsight Systems.
+
+    Two million rows take some seconds. Rows that make no sense are left out, and a note says so.
+
+    Raises:
+        TraceError: It is another kind of SQLite file, or broken from the start.
+    """
+    uri = f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1"
+    try:
+        database = sqlite3.connect(uri, uri=True)
+    except sqlite3.Error as error:
+        raise TraceError(f"{path}: SQLite cannot open it ({error}); {HOW_NSYS}") from error
+    try:
+        return _Reader(path, database).read()
+    finally:
+        database.close()
+
+
+class _Reader:
+    def __init__(self, path: Path, database: sqlite3.Connection) -> None:
+        self._path = path
+        self._database = database
+        self._builder = TraceBuilder(file=str(path), kind=KIND)
+        try:
+            names = database.execute("SELECT name FROM sqlite_master WHERE type='table'")
+            self._tables = {str(name) for (name,) in names}
+        except sqlite3.Error as error:
+            raise TraceError(
+                f"{path}: it is an SQLite file that cannot be read ({error}). Copy it again, or "
+                f"{HOW_NSYS}."
+            ) from error
+
+    def read(self) -> Trace:
+        if not self._tables & {*TABLES, "StringIds"}:
+            found = ", ".join(sorted(self._tables)[:5]) or "none"
+            raise TraceError(
+                f"{self._path}: it is an SQLite file, but no export of Nsight Systems: it has none "
+                f"of its tables (tables here: {found}). To make one, {HOW_NSYS}."
+            )
+        self._strings = self._read_strings()
+        for read in (
+            self._read_kernels,
+            self._read_copies,
+            self._read_sets,
+            self._read_graphs,
+            self._read_calls,
+            self._read_ranges,
+        ):
+            try:
+                read()
+            except sqlite3.Error as error:
+                self._builder.note(
+                    f"the file is damaged ({error}); what was read before that is shown. "
+                    "Export the .nsys-rep again."
+                )
+        missing = [table for table in (CALLS, RANGES) if table not in self._tables]
+        if missing:
+            self._builder.note(
+                f"the export has no {' and no '.join(missing)}: no calls mean that it is not known "
+                "when the CPU asked for what ran, no ranges that steps and activations have no "
+                f"names. To have them, {HOW_NSYS}"
+            )
+        return self._builder.build()
+
+    def _read_strings(self) -> dict[int, str]:
+        if "StringIds" not in self._tables:
+            return {}
+        try:
+            return dict(self._database.execute("SELECT id, value FROM StringIds"))
+        except sqlite3.Error as error:
+            self._builder.note(f"the names of kernels and calls cannot be read ({error})")
+            return {}
+
+    def _rows(self, table: str, *wanted: str) -> Iterator[tuple[Any, ...]]:
+        """Yield the columns of all rows; a column that is not there is None."""
+        if table not in self._tables:
+            return
+        listed = self._database.execute(f"PRAGMA table_info({table})")
+        columns = {str(row[1]).lower() for row in listed}
+        chosen = ", ".join(f'"{c}"' if c.lower() in columns else "NULL" for c in wanted)
+        for row in self._database.execute(f"SELECT {chosen} FROM {table}"):
+            self._builder.num_events += 1
+            yield row
+
+    def _name(self, number: object, otherwise: str) -> str:
+        if isinstance(number, str):
+            return number
+        return self._strings.get(number, otherwise) if isinstance(number, int) else otherwise
+
+    def _read_kernels(self) -> None:
+        lanes: dict[str, Lane] = {}
+        add = self._builder.add_work
+        for start, end, device, stream, correlation, pid, short, full in self._rows(
+            KERNELS,
+            *("start", "end", "deviceId", "streamId", "correlationId", "globalPid"),
+            *("shortName", "demangledName"),
+        ):
+            name = self._name(full, "") or self._name(short, "unnamed kernel")
+            lane = lanes.get(name)
+            if lane is None:
+                lane = lanes[name] = lane_of_kernel(name)
+            if self._is_timed(start, end):
+                add(
+                    Work(
+                        process=_process(pid),
+                        device=device or 0,
+                        lane=lane,
+                        name=name,
+                        start_ns=start,
+                        end_ns=end,
+                        stream=str(stream),
+                        correlation=-1 if correlation is None else correlation,
+                    )
+                )
+
+    def _read_copies(self) -> None:
+        lanes = self._copy_kinds()
+        memories = self._memory_kinds()
+        for start, end, device, stream, correlation, pid, size, kind, src, dst in self._rows(
+            COPIES,
+            *("start", "end", "deviceId", "streamId", "correlationId", "globalPid"),
+            *("bytes", "copyKind", "srcKind", "dstKind"),
+        ):
+            lane = lanes.get(kind)
+            if lane is None:
+                self._builder.add_unknown(f"copyKind {kind}")
+                continue
+            host = dst if lane is Lane.COPY_OUT else src if lane is Lane.COPY_IN else None
+            if self._is_timed(start, end):
+                self._builder.add_work(
+                    Work(
+                        process=_process(pid),
+                        device=device or 0,
+                        lane=lane,
+                        name=_COPY_NAMES[lane],
+                        start_ns=start,
+                        end_ns=end,
+                        num_bytes=max(size or 0, 0),
+                        stream=str(stream),
+                        host_memory=memories.get(host, HostMemory.UNKNOWN),
+                        correlation=-1 if correlation is None else correlation,
+                    )
+                )
+
+    def _read_sets(self) -> None:
+        self._read_plain(SETS, "Memset")
+
+    def _read_graphs(self) -> None:
+        self._read_plain(GRAPHS, "CUDA graph")
+        if GRAPHS in self._tables:
+            self._builder.note(
+                "CUDA graphs were recorded as a whole: kernels and copies inside them are not told "
+                "apart, and all counts as compute. Record with --cuda-graph-trace=node."
+            )
+
+    def _read_plain(self, table: str, name: str) -> None:
+        for start, end, device, stream, correlation, pid in self._rows(
+            table, "start", "end", "deviceId", "streamId", "correlationId", "globalPid"
+        ):
+            if self._is_timed(start, end):
+                self._builder.add_work(
+                    Work(
+                        process=_process(pid),
+                        device=device or 0,
+                        lane=Lane.COMPUTE,
+                        name=name,
+                        start_ns=start,
+                        end_ns=end,
+                        stream=str(stream),
+                        correlation=-1 if correlation is None else correlation,
+                    )
+                )
+
+    def _read_calls(self) -> None:
+        add = self._builder.add_call
+        for start, end, thread, correlation, name in self._rows(
+            CALLS, "start", "end", "globalTid", "correlationId", "nameId"
+        ):
+            if self._is_timed(start, end):
+                number = -1 if correlation is None else correlation
+                add(_process(thread), thread, self._name(name, ""), start, end, number)
+
+    def _read_ranges(self) -> None:
+        num_open = 0
+        for start, end, kind, text, text_id, thread in self._rows(
+            RANGES, "start", "end", "eventType", "text", "textId", "globalTid"
+        ):
+            if kind is not None and kind not in _RANGE_TYPES:
+                continue
+            if end is None:
+                num_open += 1
+            elif self._is_timed(start, end):
+                name = text or self._name(text_id, "")
+                self._builder.add_annotation(_process(thread), thread, name, start, end)
+        if num_open:
+            self._builder.note(f"{num_open} NVTX ranges start and never end; they were left out")
+
+    def _is_timed(self, start: object, end: object) -> bool:
+        if isinstance(start, int) and isinstance(end, int):
+            return True
+        self._builder.note("rows without a start or an end were left out")
+        return False
+
+    def _copy_kinds(self) -> dict[int, Lane]:
+        lanes = dict(_COPY_KINDS)
+        for number, label in self._enum("ENUM_CUDA_MEMCPY_OPER"):
+            for words, lane in _ENUM_LANES:
+                if any(word in label.replace(" ", "-").replace("_", "-") for word in words):
+                    lanes[number] = lane
+        return lanes
+
+    def _memory_kinds(self) -> dict[object, HostMemory]:
+        memories: dict[object, HostMemory] = {**_MEMORY_KINDS}
+        for number, label in self._enum("ENUM_CUDA_MEM_KIND"):
+            memories[number] = memory_of(label)
+        return memories
+
+    def _enum(self, table: str) -> Iterator[tuple[int, str]]:
+        if table in self._tables:
+            try:
+                for number, label in self._database.execute(f"SELECT id, label FROM {table}"):
+                    yield number, str(label).lower()
+            except sqlite3.Error:
+                self._builder.note(f"{table} cannot be read; CUPTI's numbers were taken")
+
+
+_COPY_NAMES: Final = {
+    Lane.COPY_OUT: "Memcpy DtoH",
+    Lane.COPY_IN: "Memcpy HtoD",
+    Lane.COMPUTE: "Memcpy DtoD",
+    Lane.COLLECTIVE: "Memcpy PtoP",
+}
+
+
+def _process(number: object) -> int:
+    """Return the process of nsys's global process or thread number, which has it in 24 bits."""
+    return (number >> 24) & 0xFFFFFF if isinstance(number, int) else 0

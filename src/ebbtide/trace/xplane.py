@@ -1,0 +1,220 @@
+"""Read JAX's `xplane.pb`: what `jax.profiler.trace` writes of the GPUs.
+
+Field numbers are those of tensorflow's `xplane.proto` (XSpace). On a GPU's plane each line is a
+stream, and copies and kernels share streams, so every event is told by itself. Known weakness: an
+`xplane.pb` has no launches that can be told apart from others, so idle time before a kernel has
+the reason `unknown` where no copy ran.
+"""
+
+import mmap
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ebbtide.errors import TraceError
+from ebbtide.timeline import Lane
+from ebbtide.trace import wire
+from ebbtide.trace.builder import Trace, TraceBuilder, Work
+from ebbtide.trace.names import activation_of, lane_of_copy, lane_of_kernel, memory_of
+from ebbtide.trace.wire import WireError, read_fields, signed, text
+
+KIND = "JAX profiler"
+HOW_JAX: Final = (
+    "record with jax.profiler.trace(FOLDER) around some steps on a machine with a GPU; the file is "
+    "FOLDER/plugins/profile/*/*.xplane.pb"
+)
+
+_GPU_PLANE = re.compile(r"/device:GPU:(?P<number>\d+)")
+_HOST_PLANE = "/host:CPU"
+_SIZE = re.compile(r"\bsize:(?P<bytes>\d+)")
+# Lines that repeat what is on the streams, by module and operator.
+_DERIVED = frozenset({"Steps", "XLA Modules", "XLA Ops", "XLA TraceMe", "Framework Ops"})
+
+Message = memoryview
+
+
+@dataclass(slots=True)
+class _Plane:
+    name: str = ""
+    lines: list[Message] = field(default_factory=list[Message])
+    events: dict[int, str] = field(default_factory=dict[int, str])
+    stats: dict[int, str] = field(default_factory=dict[int, str])
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    name: str
+    start_ns: int
+    end_ns: int
+    stats: dict[str, str | int]
+
+
+def read_xplane(path: Path) -> Trace:
+    """Read an XSpace; only the planes of GPUs, and the steps of the host's.
+
+    Raises:
+        TraceError: It is no XSpace.
+        OSError: The file cannot be read.
+    """
+    builder = TraceBuilder(file=str(path), kind=KIND)
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            raise TraceError(f"{path}: it is empty; {HOW_JAX}")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            view = memoryview(mapped)
+            try:
+                _read_space(view, builder)
+            finally:
+                view.release()
+    return builder.build()
+
+
+def _read_space(view: Message, builder: TraceBuilder) -> None:
+    num_planes = 0
+    try:
+        for number, kind, value in read_fields(view):
+            if number == 1 and not isinstance(value, int) and kind == wire.LENGTH:
+                num_planes += 1
+                _read_plane(value, builder)
+            if not isinstance(value, int):
+                value.release()
+    except WireError as error:
+        if not num_planes:
+            raise TraceError(f"{builder.file}: it is no xplane.pb ({error}); {HOW_JAX}") from error
+        builder.note(
+            f"the file is not whole ({error}); {num_planes} planes before that were read. Let "
+            "jax.profiler.stop_trace() return before copying the file."
+        )
+
+
+def _read_plane(view: Message, builder: TraceBuilder) -> None:
+    plane = _Plane()
+    try:
+        for number, _, value in read_fields(view):
+            if number == 2:
+                plane.name = text(value)
+            elif number == 3 and not isinstance(value, int):
+                plane.lines.append(value)
+            elif number in (4, 5) and not isinstance(value, int):
+                key, name = _read_metadata(value)
+                (plane.events if number == 4 else plane.stats)[key] = name
+    except WireError as error:
+        builder.note(f"the plane {plane.name!r} is not whole ({error}); the rest of it was read")
+    gpu = _GPU_PLANE.search(plane.name)
+    for line in plane.lines:
+        try:
+            if gpu is not None:
+                _read_stream(line, plane, int(gpu["number"]), builder)
+            elif plane.name == _HOST_PLANE:
+                _read_host(line, plane, builder)
+        except WireError as error:
+            builder.note(f"a line of {plane.name!r} is not whole ({error}); the rest was read")
+        line.release()
+
+
+def _read_metadata(entry: Message) -> tuple[int, str]:
+    """Read an entry of the maps from numbers to names of events or statistics."""
+    key, name, display = 0, "", ""
+    for number, _, value in read_fields(entry):
+        if number == 1:
+            key = signed(value)
+        elif number == 2 and not isinstance(value, int):
+            for inner, _, part in read_fields(value):
+                if inner == 2:
+                    name = text(part)
+                elif inner == 4 and not isinstance(part, int):
+                    display = text(part)
+    return key, name or display
+
+
+@dataclass(slots=True)
+class _Line:
+    name: str = ""
+    start_ns: int = 0
+    events: list[Message] = field(default_factory=list[Message])
+
+
+def _read_line(view: Message) -> _Line:
+    line = _Line()
+    for number, _, value in read_fields(view):
+        if number in (2, 11) and not isinstance(value, int):
+            line.name = line.name or text(value)
+        elif number == 3:
+            line.start_ns = signed(value)
+        elif number == 4 and not isinstance(value, int):
+            line.events.append(value)
+    return line
+
+
+def _read_event(view: Message, plane: _Plane, line_start_ns: int) -> _Event:
+    name, offset_ps, duration_ps = "", 0, 0
+    stats: dict[str, str | int] = {}
+    for number, _, value in read_fields(view):
+        if number == 1:
+            name = plane.events.get(signed(value), "")
+        elif number == 2:
+            offset_ps = signed(value)
+        elif number == 3:
+            duration_ps = signed(value)
+        elif number == 4 and not isinstance(value, int):
+            key, stat = _read_stat(value, plane)
+            stats[key] = stat
+    # Both ends are rounded down from the line's start, so that events that touch still do.
+    start = line_start_ns + offset_ps // 1000
+    return _Event(name, start, line_start_ns + (offset_ps + duration_ps) // 1000, stats)
+
+
+def _read_stat(view: Message, plane: _Plane) -> tuple[str, str | int]:
+    key, stat = "", ""
+    for number, _, value in read_fields(view):
+        if number == 1:
+            key = plane.stats.get(signed(value), "")
+        elif number in (3, 4):
+            return key, signed(value)
+        elif number == 5:
+            stat = text(value)
+        elif number == 7:
+            stat = plane.stats.get(signed(value), "")
+    return key, stat
+
+
+def _read_stream(view: Message, plane: _Plane, device: int, builder: TraceBuilder) -> None:
+    line = _read_line(view)
+    if line.name in _DERIVED:
+        return
+    for message in line.events:
+        event = _read_event(message, plane, line.start_ns)
+        builder.num_events += 1
+        details = str(event.stats.get("memcpy_details", ""))
+        copied = lane_of_copy(event.name)
+        size = _SIZE.search(details)
+        scope = str(event.stats.get("tf_op") or event.stats.get("name") or "")
+        instruction = str(event.stats.get("hlo_op", ""))
+        name = event.name
+        if copied is not None and copied.lane in (Lane.COPY_OUT, Lane.COPY_IN):
+            name = activation_of(scope) or " ".join(filter(None, (instruction, scope))) or name
+        builder.add_work(
+            Work(
+                process=0,
+                device=device,
+                lane=lane_of_kernel(event.name) if copied is None else copied.lane,
+                name=name,
+                start_ns=event.start_ns,
+                end_ns=event.end_ns,
+                num_bytes=int(size["bytes"]) if size else 0,
+                stream=line.name,
+                host_memory=memory_of(details),
+            )
+        )
+
+
+def _read_host(view: Message, plane: _Plane, builder: TraceBuilder) -> None:
+    """Take the steps: `jax.profiler.StepTraceAnnotation` gives its ranges a `step_num`."""
+    line = _read_line(view)
+    for message in line.events:
+        event = _read_event(message, plane, line.start_ns)
+        builder.num_events += 1
+        if "step_num" in event.stats:
+            step = f"step {event.stats['step_num']}"
+            builder.add_annotation(0, line.name, step, event.start_ns, event.end_ns)

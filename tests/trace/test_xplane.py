@@ -1,0 +1,156 @@
+"""JAX's xplane.pb: our reader against JAX's own, on planes made here and on a real CPU trace."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import TraceError
+from ebbtide.timeline import HostMemory, Lane
+from ebbtide.trace.overlap import analyse
+from ebbtide.trace.read import read_trace
+from tests.trace.planes import Plane, bytes_field, space
+from tests.trace.test_kineto import spans_of, times_of
+
+PS = 1000
+START_NS = 1_764_000_000_000_000_123
+
+
+def details(source: str, target: str, num_bytes: int) -> str:
+    return f"kind_src:{source} kind_dst:{target} size:{num_bytes} dest:0 async:1"
+
+
+def gpu_plane(number: int = 0) -> Plane:
+    """The worked example of docs/overlap.md, on streams that copies and kernels share."""
+    plane = Plane(f"/device:GPU:{number}")
+    evict = {
+        "memcpy_details": details("device", "pinned", 1200),
+        "hlo_op": "wrapped_dynamic-update-slice.1",
+        "tf_op": "jit(step)/ebbtide: evict h.0.input",
+    }
+    fetch = {"memcpy_details": details("pinned", "device", 1000), "hlo_op": "copy-start.3"}
+    plane.add_line(
+        "Stream #14(Compute,MemcpyD2H)",
+        START_NS,
+        ("loop_fusion", 0, 40 * PS, {"hlo_op": "fusion.1"}),
+        ("MemcpyD2H", 30 * PS, 30 * PS, evict),
+    )
+    plane.add_line(
+        "Stream #70(Compute,MemcpyH2D)",
+        START_NS,
+        ("MemcpyH2D", 50 * PS, 20 * PS, fetch),
+        ("gemm_fusion", 70 * PS, 30 * PS, {}),
+        ("ncclDevKernel_AllReduce", 95 * PS, 10 * PS, {}),
+    )
+    plane.add_line("XLA Ops", START_NS, ("fusion.1", 0, 99 * PS, {}))
+    return plane
+
+
+def host_plane() -> Plane:
+    plane = Plane("/host:CPU")
+    plane.add_line("python", START_NS, ("train", 0, 100 * PS, {"step_num": 7}))
+    return plane
+
+
+def write(path: Path, text: bytes) -> Path:
+    path.write_bytes(text)
+    return path
+
+
+def test_a_step_becomes_lanes_with_the_figures_worked_out_by_hand(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "h.xplane.pb", space(host_plane(), gpu_plane())))
+    assert (trace.kind, trace.notes) == ("JAX profiler", ())
+    assert times_of(trace, Lane.COMPUTE) == [("loop_fusion", 0, 40), ("gemm_fusion", 70, 100)]
+    assert times_of(trace, Lane.COLLECTIVE) == [("ncclDevKernel_AllReduce", 95, 105)]
+    assert times_of(trace, Lane.STEP) == [("step 7", 0, 100)]
+    (out,), (back,) = spans_of(trace, Lane.COPY_OUT), spans_of(trace, Lane.COPY_IN)
+    assert (out.name, out.num_bytes, out.host_memory) == ("h.0.input", 1200, HostMemory.PINNED)
+    assert (back.name, back.num_bytes) == ("copy-start.3", 1000)
+    found = analyse(trace.devices[0].timeline)
+    assert (found.copy_out.hidden_ns, found.copy_out.exposed_ns) == (10, 20)
+    assert (found.copy_in.hidden_ns, found.copy_in.exposed_ns) == (0, 20)
+
+
+def test_parts_of_a_nanosecond_never_make_a_gap(tmp_path: Path) -> None:
+    plane = Plane("/device:GPU:0")
+    plane.add_line("Stream #1", 50, ("a", 1500, 1700, {}), ("b", 3200, 900, {}))
+    trace = read_trace(write(tmp_path / "h.xplane.pb", space(plane)))
+    assert times_of(trace, Lane.COMPUTE) == [("a", 0, 2), ("b", 2, 3)]
+
+
+def test_several_gpus(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "h.xplane.pb", space(gpu_plane(1), gpu_plane(0))))
+    assert [device.name for device in trace.devices] == ["GPU 0", "GPU 1"]
+
+
+def test_jaxs_own_reader_sees_the_same(tmp_path: Path) -> None:
+    profiler: Any = pytest.importorskip("jax.profiler")
+    text = space(host_plane(), gpu_plane())
+    profile = profiler.ProfileData.from_serialized_xspace(text)
+    theirs = sorted(
+        (event.name, round(event.start_ns - START_NS), round(event.end_ns - START_NS))
+        for line in profile.find_plane_with_name("/device:GPU:0").lines
+        if line.name.startswith("Stream")
+        for event in line.events
+    )
+    trace = read_trace(write(tmp_path / "h.xplane.pb", text))
+    ours = [
+        (s.name, s.start_ns, s.end_ns)
+        for s in trace.devices[0].timeline.spans
+        if s.lane is not Lane.STEP
+    ]
+    names = {"h.0.input": "MemcpyD2H", "copy-start.3": "MemcpyH2D"}
+    # A float holds times since 1970 to 256 ns, so theirs are near, and ours exact.
+    mine = sorted((names.get(name, name), start, end) for name, start, end in ours)
+    assert [name for name, *_ in theirs] == [name for name, *_ in mine]
+    for their, my in zip(theirs, mine, strict=True):
+        assert abs(their[1] - my[1]) <= 256
+        assert abs(their[2] - my[2]) <= 256
+
+
+@pytest.mark.slow
+def test_a_real_trace_of_a_cpu_has_no_gpu_in_it(tmp_path: Path) -> None:
+    jax: Any = pytest.importorskip("jax")
+    with jax.profiler.trace(str(tmp_path)):
+        jax.numpy.ones(8).sum().block_until_ready()
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    trace = read_trace(path)
+    assert trace.devices == ()
+    assert trace.num_events > 0
+    assert (
+        "ran on a GPU, so there is nothing to measure; record with jax.profiler.trace("
+        in (trace.notes[-1])
+    )
+
+
+def test_a_file_that_is_cut(tmp_path: Path) -> None:
+    text = space(gpu_plane(), host_plane())
+    end_of_first = len(bytes_field(1, gpu_plane().to_bytes()))
+    trace = read_trace(write(tmp_path / "h.xplane.pb", text[: end_of_first + 20]))
+    assert len(spans_of(trace, Lane.COMPUTE)) == 2
+    assert trace.notes == (
+        "the file is not whole (a field ends after its message); 1 planes before that were read. "
+        "Let jax.profiler.stop_trace() return before copying the file.",
+    )
+
+
+def test_every_cut_gives_a_message_and_no_traceback(tmp_path: Path) -> None:
+    text = space(gpu_plane(), host_plane())
+    for size in range(1, len(text), 7):
+        path = write(tmp_path / "h.xplane.pb", text[:size])
+        try:
+            assert read_trace(path).notes
+        except TraceError as error:
+            assert str(error).startswith(f"{path}: it is no xplane.pb (")
+
+
+def test_lines_that_are_broken_inside(tmp_path: Path) -> None:
+    plane = Plane("/device:GPU:0")
+    plane.add_line("Stream #1", 0, ("a", 0, 5 * PS, {}))
+    plane.lines.append(b"\xff\xff\xff")
+    trace = read_trace(write(tmp_path / "h.xplane.pb", space(plane)))
+    assert times_of(trace, Lane.COMPUTE) == [("a", 0, 5)]
+    assert trace.notes == (
+        "a line of '/device:GPU:0' is not whole (a number ends after its message); the rest was "
+        "read",
+    )
