@@ -13,7 +13,6 @@ from ebbtide.trace.chrome_json import nanoseconds
 from ebbtide.trace.overlap import Reason, analyse
 from ebbtide.trace.read import read_trace
 from tests.trace.chrome import (
-    IN,
     OUT,
     START_US,
     Event,
@@ -164,7 +163,7 @@ def test_each_gpu_has_a_timeline_with_one_start(tmp_path: Path) -> None:
 def test_copies_have_the_name_that_surrounds_their_launch_on_their_thread(tmp_path: Path) -> None:
     trace = read(
         tmp_path,
-        mark("ebbtide: evict h.1.mlp", 0, 10, tid=5),
+        complete("cpu_op", "ebbtide: evict h.1.mlp", 0, 10, tid=5),
         mark("forward", 0, 100, tid=6),
         call("cudaMemcpyAsync", 4, 5, 1, tid=5),
         call("cudaMemcpyAsync", 4, 5, 2, tid=6),
@@ -393,8 +392,3 @@ def test_events_with_a_start_and_an_end_of_their_own(tmp_path: Path) -> None:
     assert times_of(trace, Lane.COMPUTE) == [("outer", 0, 9000)]
     assert times_of(trace, Lane.COPY_IN) == [("MemcpyH2D", 2000, 5000)]
     assert spans_of(trace, Lane.COPY_IN)[0].num_bytes == 10
-
-
-def test_copies_back_are_named_too() -> None:
-    # The names of the builder above are those of a real trace.
-    assert IN == "Memcpy HtoD (Pinned -> Device)"

@@ -22,7 +22,7 @@ from ebbtide.memory.ledger import Ledger
 from ebbtide.torch.anchors import TURN_END_RANK, Anchors
 from ebbtide.torch.devices.base import AbstractDevice, Event, Place, Stream, raised_anew
 from ebbtide.torch.identity import StorageRef, storage_key
-from ebbtide.torch.internals import alias_of
+from ebbtide.torch.internals import alias_of, mark_range
 from ebbtide.torch.tiers import Tiers
 
 MUTATED: Final = (
@@ -74,8 +74,8 @@ class Slot:
     """One evicted storage. Alive as long as a record of a graph holds it (design rule 4)."""
 
     __slots__ = (
-        "__weakref__", "_graveyard", "copies", "fetch_rank", "forward_pass", "index", "is_used",
-        "name", "others", "version", "watched", "written",
+        "__weakref__", "_graveyard", "activation", "copies", "fetch_rank", "forward_pass", "index",
+        "is_used", "name", "others", "version", "watched", "written",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,7 @@ class Slot:
         *,
         index: int,
         name: str,
+        activation: str,
         copies: _Copies,
         watched: Tensor,
         forward_pass: Pass,
@@ -91,6 +92,8 @@ class Slot:
         self.index = index
         """Place in the order of evictions; fetches look ahead downwards."""
         self.name = name
+        self.activation = activation
+        """What the plan decides for; profilers' traces name the slot's copies after it."""
         self.copies = copies
         self.watched: Tensor | None = watched
         """While leaving: an alias of the source that shares its version counter."""
@@ -247,12 +250,15 @@ class Traffic:
             self._settle_oldest()
         stream = self._device.current_stream()  # design rule 6
         # Design rule 1: the place may still be in use by the copies of its last owner.
-        event = self._device.copy(
-            source, place, stream=stream, after=self.tiers.events_before_reuse(place)
-        )
+        # `ebbtide trace` finds the copies of each activation by this range.
+        with mark_range(f"ebbtide: evict {activation or name}"):
+            event = self._device.copy(
+                source, place, stream=stream, after=self.tiers.events_before_reuse(place)
+            )
         slot = Slot(
             index=self._next_index,
             name=name,
+            activation=activation or name,
             copies=_Copies(place, source, stream, event),
             watched=watched,
             forward_pass=self.forward_pass,
@@ -573,7 +579,9 @@ class Traffic:
         # Design rule 1: a fetch waits for its own evict, and for earlier fetches, so that whoever
         # gets the place waits for all of them. It also waits for `stream`, on which the new
         # memory may still be in use by its last owner.
-        fetched = self._device.copy(copies.place, back, stream=stream, after=(copies.last_copy,))
+        with mark_range(f"ebbtide: fetch {slot.activation}"):
+            after = (copies.last_copy,)
+            fetched = self._device.copy(copies.place, back, stream=stream, after=after)
         # Only now: where the copy was refused, a later use must not find memory without bytes.
         copies.back, copies.back_stream, copies.back_is_waited = back, stream, False
         copies.fetched = copies.last_copy = fetched

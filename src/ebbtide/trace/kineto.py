@@ -28,7 +28,6 @@ _ON_GPU = re.compile(r"\bGPU[\s:#]*(?P<number>\d+)", re.I)
 _PASSED_OVER = frozenset(
     {
         *(
-            "cpu_op",
             "ac2g",
             "overhead",
             "python_function",
@@ -74,6 +73,7 @@ class _Reader:
             "cuda_runtime": self._call,
             "cuda_driver": self._call,
             "user_annotation": self._annotation,
+            "cpu_op": self._operator,
         }
 
     def read(self) -> Trace:
@@ -181,6 +181,12 @@ class _Reader:
     def _annotation(self, event: Event, start: int, end: int) -> None:
         name = str(event.get("name"))
         self._builder.add_annotation(0, event.get("tid"), name, start, end)
+
+    def _operator(self, event: Event, start: int, end: int) -> None:
+        # Ranges that pass torch's dispatcher by are written as operators; ours do.
+        name = event.get("name")
+        if isinstance(name, str) and name.startswith(MARK):
+            self._builder.add_annotation(0, event.get("tid"), name, start, end)
 
     def _memory(self, arguments: dict[str, Any]) -> None:
         # Device type 1 is CUDA in c10; 0 is the CPU.

@@ -67,6 +67,7 @@ class _Reader:
         self._path = path
         self._database = database
         self._builder = TraceBuilder(file=str(path), kind=KIND)
+        database.text_factory = _as_text
         try:
             names = database.execute("SELECT name FROM sqlite_master WHERE type='table'")
             self._tables = {str(name) for (name,) in names}
@@ -268,6 +269,10 @@ class _Reader:
                     yield number, str(label).lower()
             except sqlite3.Error:
                 self._builder.note(f"{table} cannot be read; CUPTI's numbers were taken")
+
+
+def _as_text(text: bytes) -> str:
+    return text.decode("utf-8", errors="replace")
 
 
 _COPY_NAMES: Final = {
