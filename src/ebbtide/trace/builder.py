@@ -163,7 +163,13 @@ class TraceBuilder:
         by_device: dict[tuple[int, int], list[Work]] = defaultdict(list)
         for work in self._work:
             by_device[work.process, work.device].append(work)
-        steps = {key: self._steps_on(key[0], works) for key, works in by_device.items()}
+        launches = {
+            (process, device): [self._launches[process].get(work.correlation) for work in works]
+            for (process, device), works in by_device.items()
+        }
+        steps = {
+            key: self._steps_on(key[0], works, launches[key]) for key, works in by_device.items()
+        }
         starts = [works[0].start_ns for works in by_device.values()]
         starts += [ranges[0].start_ns for ranges in steps.values() if ranges]
         zero = min(starts, default=0)
@@ -172,23 +178,16 @@ class TraceBuilder:
         for key in sorted(by_device):
             process, device = key
             name = f"GPU {device}" + (f" of process {process}" if len(processes) > 1 else "")
+            spans = self._spans(by_device[key], launches[key], steps[key], zero)
             devices.append(
                 DeviceTrace(
                     name=name,
-                    timeline=self._timeline(name, by_device[key], steps[key], process, zero),
-                    reserved_bytes=self._reserved[key],
-                )
-            )
-            peak_bytes = self._peaks[key]
-            if peak_bytes:
-                timeline = devices[-1].timeline
-                devices[-1] = DeviceTrace(
-                    name=name,
                     timeline=Timeline(
-                        source=timeline.source, spans=timeline.spans, peak_bytes=peak_bytes
+                        source=f"{self.kind}: {name}", spans=spans, peak_bytes=self._peaks[key]
                     ),
                     reserved_bytes=self._reserved[key],
                 )
+            )
         return Trace(
             file=self.file,
             kind=self.kind,
@@ -217,45 +216,46 @@ class TraceBuilder:
             )
         return notes
 
-    def _timeline(
-        self, name: str, works: list[Work], steps: list[_Range], process: int, zero: int
-    ) -> Timeline:
+    def _spans(
+        self, works: list[Work], launches: list[_Launch | None], steps: list[_Range], zero: int
+    ) -> tuple[Span, ...]:
+        process = works[0].process
         spans: list[Span] = []
-        launches = self._launches[process]
-        for work in works:
-            asked_ns, thread = launches.get(work.correlation, (work.start_ns, None))
-            label = work.name
-            if work.lane in (Lane.COPY_OUT, Lane.COPY_IN) and thread is not None:
-                label = self._activation_at(process, thread, asked_ns) or label
+        for work, launch in zip(works, launches, strict=True):
+            label, start, queued_ns = work.name, work.start_ns, 0
+            if launch is not None:
+                queued_ns = max(start - launch[0], 0)
+                if work.lane is Lane.COPY_OUT or work.lane is Lane.COPY_IN:
+                    label = self._activation_at(process, launch[1], launch[0]) or label
             spans.append(
                 Span(
                     lane=work.lane,
                     name=label,
-                    start_ns=work.start_ns - zero,
+                    start_ns=start - zero,
                     end_ns=work.end_ns - zero,
                     num_bytes=work.num_bytes,
                     stream=work.stream,
                     host_memory=work.host_memory,
-                    queued_ns=max(work.start_ns - asked_ns, 0),
+                    queued_ns=queued_ns,
                 )
             )
         spans += [
             Span(lane=Lane.STEP, name=r.name, start_ns=r.start_ns - zero, end_ns=r.end_ns - zero)
             for r in steps
         ]
-        for call in self._host[process]:
-            if call.end_ns > zero:
-                spans.append(
-                    Span(
-                        lane=Lane.HOST,
-                        name=call.name,
-                        start_ns=max(call.start_ns - zero, 0),
-                        end_ns=call.end_ns - zero,
-                        stream=call.stream,
-                    )
-                )
+        spans += [
+            Span(
+                lane=Lane.HOST,
+                name=call.name,
+                start_ns=max(call.start_ns - zero, 0),
+                end_ns=call.end_ns - zero,
+                stream=call.stream,
+            )
+            for call in self._host[process]
+            if call.end_ns > zero
+        ]
         spans.sort(key=attrgetter("start_ns"))
-        return Timeline(source=f"{self.kind}: {name}", spans=tuple(spans), peak_bytes=0)
+        return tuple(spans)
 
     def _activation_at(self, process: int, thread: object, time_ns: int) -> str | None:
         """Return whose annotation surrounds a moment on a thread; ours do not nest."""
@@ -265,7 +265,9 @@ class TraceBuilder:
         at = bisect_right(ranges, time_ns, key=lambda r: r.start_ns) - 1
         return ranges[at].name if at >= 0 and time_ns < ranges[at].end_ns else None
 
-    def _steps_on(self, process: int, works: list[Work]) -> list[_Range]:
+    def _steps_on(
+        self, process: int, works: list[Work], launches: list[_Launch | None]
+    ) -> list[_Range]:
         """Return the steps as the device saw them.
 
         A step starts with the first thing that the CPU asked for in it, and ends where the next
@@ -277,18 +279,18 @@ class TraceBuilder:
                 marked.append(step)
         if not marked:
             return []
-        launches = self._launches[process]
         starts = [step.start_ns for step in marked]
         first: dict[int, int] = {}
         last: dict[int, int] = {}
-        for work in works:
-            asked = launches.get(work.correlation)
-            if asked is None:
+        for work, launch in zip(works, launches, strict=True):
+            if launch is None:
                 continue
-            at = bisect_right(starts, asked[0]) - 1
-            if at >= 0 and asked[0] < marked[at].end_ns:
-                first[at] = min(first.get(at, work.start_ns), work.start_ns)
-                last[at] = max(last.get(at, work.end_ns), work.end_ns)
+            at = bisect_right(starts, launch[0]) - 1
+            if at >= 0 and launch[0] < marked[at].end_ns:
+                # They come in the order of their starts.
+                first.setdefault(at, work.start_ns)
+                if last.setdefault(at, work.end_ns) < work.end_ns:
+                    last[at] = work.end_ns
         if not first:
             return marked
         numbers = sorted(first)

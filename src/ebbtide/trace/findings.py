@@ -5,10 +5,12 @@ Each rule is one function, and has a threshold below which it says nothing: nois
 """
 
 import enum
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Final
 
 import numpy as np
@@ -123,7 +125,10 @@ class _Seen:
 
     @cached_property
     def copies(self) -> list[Span]:
-        return [s for s in self.timeline.spans if s.lane in (Lane.COPY_OUT, Lane.COPY_IN)]
+        copies = [
+            s for s in self.timeline.spans if s.lane is Lane.COPY_OUT or s.lane is Lane.COPY_IN
+        ]
+        return sorted(copies, key=attrgetter("start_ns"))
 
     @cached_property
     def compute(self) -> Intervals:
@@ -135,7 +140,9 @@ class _Seen:
 
     def exposed_ns(self, spans: list[Span]) -> int:
         """Time for which one of the spans ran and compute was idle."""
-        return _merged(spans).subtract(self.compute).length_ns
+        parts = _merged(spans)
+        hidden = self.compute.overlap_ns(parts.starts_ns, parts.ends_ns)
+        return parts.length_ns - int(hidden.sum())
 
     def finding(self, code: Code, evidence: str, advice: str, cost_ns: int = 0) -> Finding:
         return Finding(
@@ -242,7 +249,11 @@ def _exposed_first_fetch(seen: _Seen) -> list[Finding]:
     cost_ns = 0
     names: Counter[str] = Counter()
     for start, end in windows:
-        large = [s for s in seen.copies if start <= s.start_ns < end and s.num_bytes >= LARGE_BYTES]
+        within = (
+            bisect_left(seen.copies, start, key=attrgetter("start_ns")),
+            bisect_left(seen.copies, end, key=attrgetter("start_ns")),
+        )
+        large = [s for s in seen.copies[slice(*within)] if s.num_bytes >= LARGE_BYTES]
         first_out = next((s for s in large if s.lane is Lane.COPY_OUT), None)
         if first_out is None:
             continue

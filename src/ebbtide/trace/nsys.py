@@ -6,7 +6,7 @@ here otherwise are CUPTI's.
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -118,16 +118,38 @@ class _Reader:
             self._builder.note(f"the names of kernels and calls cannot be read ({error})")
             return {}
 
-    def _rows(self, table: str, *wanted: str) -> Iterator[tuple[Any, ...]]:
-        """Yield the columns of all rows; a column that is not there is None."""
+    def _rows(self, table: str, *wanted: str) -> Iterable[tuple[Any, ...]]:
+        """Return process, start, end and the wanted columns of all rows that have a time.
+
+        A column that is not there is None. The process is the 24 bits that nsys keeps it in.
+        """
         if table not in self._tables:
-            return
+            return ()
         listed = self._database.execute(f"PRAGMA table_info({table})")
         columns = {str(row[1]).lower() for row in listed}
-        chosen = ", ".join(f'"{c}"' if c.lower() in columns else "NULL" for c in wanted)
-        for row in self._database.execute(f"SELECT {chosen} FROM {table}"):
-            self._builder.num_events += 1
-            yield row
+        if not {"start", "end"} <= columns:
+            self._builder.note(f"the table {table} has no times; it was left out")
+            return ()
+        owner = next((c for c in ("globalPid", "globalTid") if c.lower() in columns), None)
+        process = f"COALESCE({owner} >> 24 & 16777215, 0)" if owner else "0"
+        chosen = [f'"{c}"' if c.lower() in columns else "NULL" for c in wanted]
+        timed = "typeof(start) = 'integer' AND typeof(\"end\") = 'integer'"
+        if table == RANGES:
+            # What is pushed and never popped has no end: the reader counts it.
+            timed = "typeof(start) = 'integer'"
+        self._count(table, timed)
+        selected = ", ".join((process, "start", '"end"', *chosen))
+        return self._database.execute(f"SELECT {selected} FROM {table} WHERE {timed}")
+
+    def _count(self, table: str, timed: str) -> None:
+        try:
+            counts = self._database.execute(f"SELECT COUNT(*), SUM({timed}) FROM {table}")
+            num_rows, num_timed = counts.fetchone()
+        except sqlite3.Error:
+            return  # reading the rows says so
+        self._builder.num_events += num_rows
+        if (num_timed or 0) < num_rows:
+            self._builder.note("rows without a start or an end were left out")
 
     def _name(self, number: object, otherwise: str) -> str:
         if isinstance(number, str):
@@ -135,59 +157,46 @@ class _Reader:
         return self._strings.get(number, otherwise) if isinstance(number, int) else otherwise
 
     def _read_kernels(self) -> None:
-        lanes: dict[str, Lane] = {}
+        known: dict[tuple[object, object], tuple[Lane, str]] = {}
         add = self._builder.add_work
-        for start, end, device, stream, correlation, pid, short, full in self._rows(
-            KERNELS,
-            *("start", "end", "deviceId", "streamId", "correlationId", "globalPid"),
-            *("shortName", "demangledName"),
+        memory = HostMemory.UNKNOWN
+        for process, start, end, device, stream, correlation, short, full in self._rows(
+            KERNELS, "deviceId", "streamId", "correlationId", "shortName", "demangledName"
         ):
-            name = self._name(full, "") or self._name(short, "unnamed kernel")
-            lane = lanes.get(name)
-            if lane is None:
-                lane = lanes[name] = lane_of_kernel(name)
-            if self._is_timed(start, end):
-                add(
-                    Work(
-                        process=_process(pid),
-                        device=device or 0,
-                        lane=lane,
-                        name=name,
-                        start_ns=start,
-                        end_ns=end,
-                        stream=str(stream),
-                        correlation=-1 if correlation is None else correlation,
-                    )
-                )
+            key = short, full
+            if key not in known:
+                name = self._name(full, "") or self._name(short, "unnamed kernel")
+                known[key] = lane_of_kernel(name), name
+            lane, name = known[key]
+            asked = -1 if correlation is None else correlation
+            add(Work(process, device or 0, lane, name, start, end, 0, str(stream), memory, asked))
 
     def _read_copies(self) -> None:
         lanes = self._copy_kinds()
         memories = self._memory_kinds()
-        for start, end, device, stream, correlation, pid, size, kind, src, dst in self._rows(
+        for process, start, end, device, stream, correlation, size, kind, src, dst in self._rows(
             COPIES,
-            *("start", "end", "deviceId", "streamId", "correlationId", "globalPid"),
-            *("bytes", "copyKind", "srcKind", "dstKind"),
+            *("deviceId", "streamId", "correlationId", "bytes", "copyKind", "srcKind", "dstKind"),
         ):
             lane = lanes.get(kind)
             if lane is None:
                 self._builder.add_unknown(f"copyKind {kind}")
                 continue
             host = dst if lane is Lane.COPY_OUT else src if lane is Lane.COPY_IN else None
-            if self._is_timed(start, end):
-                self._builder.add_work(
-                    Work(
-                        process=_process(pid),
-                        device=device or 0,
-                        lane=lane,
-                        name=_COPY_NAMES[lane],
-                        start_ns=start,
-                        end_ns=end,
-                        num_bytes=max(size or 0, 0),
-                        stream=str(stream),
-                        host_memory=memories.get(host, HostMemory.UNKNOWN),
-                        correlation=-1 if correlation is None else correlation,
-                    )
+            self._builder.add_work(
+                Work(
+                    process=process,
+                    device=device or 0,
+                    lane=lane,
+                    name=_COPY_NAMES[lane],
+                    start_ns=start,
+                    end_ns=end,
+                    num_bytes=max(size or 0, 0),
+                    stream=str(stream),
+                    host_memory=memories.get(host, HostMemory.UNKNOWN),
+                    correlation=-1 if correlation is None else correlation,
                 )
+            )
 
     def _read_sets(self) -> None:
         self._read_plain(SETS, "Memset")
@@ -201,52 +210,44 @@ class _Reader:
             )
 
     def _read_plain(self, table: str, name: str) -> None:
-        for start, end, device, stream, correlation, pid in self._rows(
-            table, "start", "end", "deviceId", "streamId", "correlationId", "globalPid"
+        for process, start, end, device, stream, correlation in self._rows(
+            table, "deviceId", "streamId", "correlationId"
         ):
-            if self._is_timed(start, end):
-                self._builder.add_work(
-                    Work(
-                        process=_process(pid),
-                        device=device or 0,
-                        lane=Lane.COMPUTE,
-                        name=name,
-                        start_ns=start,
-                        end_ns=end,
-                        stream=str(stream),
-                        correlation=-1 if correlation is None else correlation,
-                    )
+            self._builder.add_work(
+                Work(
+                    process=process,
+                    device=device or 0,
+                    lane=Lane.COMPUTE,
+                    name=name,
+                    start_ns=start,
+                    end_ns=end,
+                    stream=str(stream),
+                    correlation=-1 if correlation is None else correlation,
                 )
+            )
 
     def _read_calls(self) -> None:
-        add = self._builder.add_call
-        for start, end, thread, correlation, name in self._rows(
-            CALLS, "start", "end", "globalTid", "correlationId", "nameId"
+        add, strings = self._builder.add_call, self._strings
+        for process, start, end, thread, correlation, name in self._rows(
+            CALLS, "globalTid", "correlationId", "nameId"
         ):
-            if self._is_timed(start, end):
-                number = -1 if correlation is None else correlation
-                add(_process(thread), thread, self._name(name, ""), start, end, number)
+            number = -1 if correlation is None else correlation
+            add(process, thread, strings.get(name, ""), start, end, number)
 
     def _read_ranges(self) -> None:
         num_open = 0
-        for start, end, kind, text, text_id, thread in self._rows(
-            RANGES, "start", "end", "eventType", "text", "textId", "globalTid"
+        for process, start, end, kind, text, text_id, thread in self._rows(
+            RANGES, "eventType", "text", "textId", "globalTid"
         ):
             if kind is not None and kind not in _RANGE_TYPES:
                 continue
-            if end is None:
+            if not isinstance(end, int):
                 num_open += 1
-            elif self._is_timed(start, end):
-                name = text or self._name(text_id, "")
-                self._builder.add_annotation(_process(thread), thread, name, start, end)
+            else:
+                name = str(text or self._name(text_id, ""))
+                self._builder.add_annotation(process, thread, name, start, end)
         if num_open:
             self._builder.note(f"{num_open} NVTX ranges start and never end; they were left out")
-
-    def _is_timed(self, start: object, end: object) -> bool:
-        if isinstance(start, int) and isinstance(end, int):
-            return True
-        self._builder.note("rows without a start or an end were left out")
-        return False
 
     def _copy_kinds(self) -> dict[int, Lane]:
         lanes = dict(_COPY_KINDS)
@@ -281,8 +282,3 @@ _COPY_NAMES: Final = {
     Lane.COMPUTE: "Memcpy DtoD",
     Lane.COLLECTIVE: "Memcpy PtoP",
 }
-
-
-def _process(number: object) -> int:
-    """Return the process of nsys's global process or thread number, which has it in 24 bits."""
-    return (number >> 24) & 0xFFFFFF if isinstance(number, int) else 0
