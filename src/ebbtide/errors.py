@@ -6,6 +6,7 @@
           BudgetError
         ModelError
         RuntimeStateError
+        CorruptionError
         MemoryTierError
           PinnedMemoryError
         MissingExtraError   (also an ImportError)
@@ -38,6 +39,10 @@ class ModelError(EbbtideError):
 
 class RuntimeStateError(EbbtideError):
     """A call came in the wrong state: a second attach, or a use after close."""
+
+
+class CorruptionError(EbbtideError):
+    """What came back for backward is not what was saved: gradients would be wrong."""
 
 
 class MemoryTierError(EbbtideError):

@@ -18,6 +18,7 @@ from ebbtide.torch.devices.fake import FakeDevice, Schedule
 from ebbtide.torch.devices.pinned import AbstractDriver
 from ebbtide.torch.hooks import Hooks
 from ebbtide.torch.runtime import Runtime
+from ebbtide.torch.sanitizer import Sanitizer
 from ebbtide.torch.tiers import HostRegion, Tiers
 from ebbtide.torch.traffic import Slot, Traffic
 from ebbtide.workload import Workload
@@ -155,6 +156,7 @@ class FakeTide:
         seed: For the schedule `random`.
         num_host_bytes: Size of the host tier.
         is_growing: Start with as much of the host tier as the plan says, and grow to all of it.
+        sanitizer: Looks at everything that comes back.
     """
 
     def __init__(
@@ -166,12 +168,14 @@ class FakeTide:
         seed: int = 0,
         num_host_bytes: int = NUM_HOST_BYTES,
         is_growing: bool = False,
+        sanitizer: Sanitizer | None = None,
     ) -> None:
         self.device = FakeDevice(num_host_bytes, schedule=schedule, seed=seed)
         self.ledger = Ledger()
         self._make_plan = make_plan
         self._is_growing = is_growing
         self.runtime = Runtime(model, find_blocks(model), self._prepare, self.ledger)
+        self.runtime.sanitizer = self._sanitizer = sanitizer
         self._hooks = Hooks(self.runtime)
 
     @property
@@ -225,14 +229,17 @@ class FakeTide:
         all_bytes = self.device.host.numel()
         tiers = Tiers(host=None, disk=None, make_host=self._host, host_cap_bytes=all_bytes)
         tiers.reserve_host(plan.host_bytes if self._is_growing else all_bytes)
+        sanitizer, device = self._sanitizer, self.device
         traffic = Traffic(
-            self.device,
+            device if sanitizer is None else sanitizer.guard_device(device, tiers),
             tiers,
             self.ledger,
             max_out_bytes_in_flight=plan.max_out_bytes_in_flight,
             max_in_bytes_in_flight=plan.max_in_bytes_in_flight,
             anchors=Anchors.of(plan, workload),
         )
+        if sanitizer is not None:
+            sanitizer.guard_traffic(traffic)
         return plan, traffic
 
     def _host(self, num_bytes: int) -> HostRegion:

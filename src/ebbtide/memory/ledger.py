@@ -23,6 +23,28 @@ class TierStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SanitizerStatistics:
+    """What a sanitizer looked at since attach, and what that took."""
+
+    num_steps: int
+    """Forward passes through the blocks."""
+    num_tensors: int
+    """Saved tensors that were compared when backward asked for them."""
+    num_copies: int
+    """Fetches that were compared with what was evicted."""
+    compared_bytes: int
+    """Bytes that were compared, of both."""
+    poisoned_bytes: int
+    """Bytes of memory and of places in the tiers that were overwritten."""
+    num_delays: int
+    """Copies that were held back: for some time, or until somebody waited for them."""
+    delay_ns: int
+    """For how long, those for some time together."""
+    check_ns: int
+    """What the host spent in checksums and comparisons, waiting for the device included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """What a ledger had counted at one moment."""
 
@@ -48,6 +70,8 @@ class Statistics:
     num_kept_not_understood: tuple[tuple[str, int], ...]
     """Reason and number of tensors, for what stayed on the device because ebbtide does not
     understand it (design rule 11); sorted by reason."""
+    sanitizer: SanitizerStatistics | None = None
+    """Of `attach(sanitize=True)`, since attach; None without."""
 
     @property
     def moved_out_bytes(self) -> int:

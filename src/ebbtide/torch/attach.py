@@ -6,13 +6,13 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ebbtide.errors import MemoryTierError, ModelError, PlanError, RuntimeStateError
 from ebbtide.machine import Machine
@@ -20,7 +20,6 @@ from ebbtide.memory.disk import DiskStore
 from ebbtide.memory.ledger import Ledger, Statistics
 from ebbtide.naming import unknown_name_message
 from ebbtide.plan import Decision, Plan
-from ebbtide.planner.advice import advise_on_logits
 from ebbtide.planner.explain import Explanation, explain
 from ebbtide.planner.named import MIN_BYTES, PlanFamily, named_plan, parse_plan_name
 from ebbtide.planner.solve import BUDGET_PLANNERS
@@ -29,19 +28,30 @@ from ebbtide.torch.budgets import BudgetPlanner
 from ebbtide.torch.devices.base import AbstractMeter
 from ebbtide.torch.devices.cpu import CpuMeter
 from ebbtide.torch.devices.cuda import CudaMeter
+from ebbtide.torch.devices.delays import AbstractDelay, CudaDelay, ThreadDelay
 from ebbtide.torch.hooks import Hooks
-from ebbtide.torch.internals import is_compiled, uses_cuda_graphs
+from ebbtide.torch.internals import is_compiled
 from ebbtide.torch.maker import PlanMaker
+from ebbtide.torch.refusals import (
+    device_of,
+    refuse_checkpointing,
+    refuse_compiled,
+    refuse_cuda_graphs,
+)
+from ebbtide.torch.report import write_report
 from ebbtide.torch.runtime import Runtime
+from ebbtide.torch.sanitizer import Sanitizer
 from ebbtide.torch.tiers import HostRegion
 from ebbtide.torch.variants import BACKENDS, Compilation
+from ebbtide.torch.verification import Verification
+from ebbtide.torch.verify import NUM_STEPS, verify
 from ebbtide.units import format_bytes, parse_bytes, parse_path_and_cap
 from ebbtide.workload import Workload
 
 log = logging.getLogger("ebbtide")
 
 DISABLE_VARIABLE: Final = "EBBTIDE_DISABLE"
-
+SANITIZE_VARIABLE: Final = "EBBTIDE_SANITIZE"
 
 DEFAULT_PLAN: Final = "balanced"
 """For `attach` without a plan and without a budget."""
@@ -69,6 +79,7 @@ def attach(
     planner: str | None = None,
     min_bytes: int = MIN_BYTES,
     compile: bool | str = False,
+    sanitize: bool = False,
 ) -> Tide:
     """Let a model's activations leave the device in forward and come back for backward.
 
@@ -107,9 +118,12 @@ def attach(
             to recompute is compiled once for all blocks of a class, in the first steps. With a
             budget the third step is measured instead of the second. Blocks that were compiled
             before must do without, and take no budget.
+        sanitize: Compare everything that comes back with what was saved, in every step, under
+            poison and delays: `docs/verify.md` says what that finds and costs. The environment
+            variable `EBBTIDE_SANITIZE=1` does the same for every attach.
 
     Returns:
-        A handle: `statistics()`, `report()`, `close()`; it works in `with`.
+        A handle: `verify(batch)`, `statistics()`, `report()`, `close()`; it works in `with`.
 
     Raises:
         ModelError: The model has no repeated blocks, is compiled, or checkpoints itself.
@@ -123,9 +137,9 @@ def attach(
     The third training step raises `BudgetError` if no plan keeps to the budget; it names the
     smallest that would do. The model is left as it was then, and trains on.
     """
-    if os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0"):
+    if _is_set(DISABLE_VARIABLE):
         _say_disabled()
-        return Tide(None, Ledger(), None, None)
+        return Tide(model, None, Ledger(), None, None)
     if budget is not None and plan is not None:
         name = plan if isinstance(plan, str) else plan.name
         raise ValueError(
@@ -143,11 +157,16 @@ def attach(
         if budget is None
         else _Wish(budget=budget, decide=decide, planner=planner or DEFAULT_PLANNER)
     )
-    tide = _Attachment(
+    attachment = _Attachment(
         model, plan, wish, host, disk, disk_checksums, blocks, min_bytes, compile
-    ).run()
+    )
+    tide = attachment.run(sanitize=sanitize or _is_set(SANITIZE_VARIABLE))
     _attached[model] = tide
     return tide
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0") not in ("", "0")
 
 
 @cache
@@ -170,6 +189,7 @@ class Tide:
 
     def __init__(
         self,
+        model: nn.Module,
         runtime: Runtime | None,
         ledger: Ledger,
         hooks: Hooks | None,
@@ -177,6 +197,7 @@ class Tide:
         budgets: BudgetPlanner | None = None,
         compilation: Compilation | None = None,
     ) -> None:
+        self._model = weakref.ref(model)
         self._runtime = runtime
         self._ledger = ledger
         self._hooks = hooks
@@ -220,9 +241,12 @@ class Tide:
 
     def statistics(self) -> Statistics:
         """Return what was moved, held and recomputed since attach or the last reset."""
-        if self._runtime is not None:
-            self._runtime.bury()
-        return self._ledger.snapshot()
+        if self._runtime is None:
+            return self._ledger.snapshot()
+        self._runtime.bury()
+        sanitizer = self._runtime.sanitizer
+        found = None if sanitizer is None else sanitizer.statistics()
+        return replace(self._ledger.snapshot(), sanitizer=found)
 
     @property
     def host_taken_bytes(self) -> int:
@@ -240,6 +264,57 @@ class Tide:
         tiers = None if self._runtime is None else self._runtime.tiers
         return None if tiers is None else tiers.host
 
+    def verify(
+        self,
+        batch: Any,
+        *,
+        loss: Callable[[Any], Tensor] | None = None,
+        steps: int = NUM_STEPS,
+        reference: str | None = None,
+        deterministic: bool = True,
+    ) -> Verification:
+        """Run training steps with and without the plan on a batch, and compare every bit.
+
+        The loss, every gradient, every buffer and the random state afterwards are compared. All
+        is put back: parameters, buffers, gradients, modes, and the random states of torch, Python
+        and numpy. No optimizer is stepped. Where runs without the plan differ among themselves,
+        that is the noise, and what is compared. A model that has not trained yet gets its plan
+        from these steps. What this costs, in time and memory, is in `docs/verify.md`.
+
+        Args:
+            batch: What a step gives the model: a dict of keyword arguments, a tuple or list of
+                positional ones, or the only one.
+            loss: From the model's output to a loss of one element. Default: the output's `.loss`,
+                or the output itself if it is a tensor.
+            steps: Planned steps to compare.
+            reference: What runs without the plan: `plain`, which keeps everything, or
+                `recompute`, torch's own checkpoint around each block with its input in host
+                memory. Default: `plain`, and `recompute` if that runs out of memory.
+            deterministic: Ask torch for kernels that give the same bits each time, as far as it
+                has them. They may be slower, and take more memory.
+
+        Returns:
+            What was found; `str()` of it is for people, `to_json()` for programs.
+
+        Raises:
+            ValueError: There is no loss of one element, or an argument is none of those above.
+            ModelError: An optimizer runs in backward, or the step writes to parameters.
+            RuntimeStateError: After `close`, or when memory does not suffice in any way.
+        """
+        model = self._model()
+        if model is None:
+            raise RuntimeStateError("the model that was attached is gone; attach the one you have.")
+        return verify(
+            model,
+            self._runtime,
+            self._ledger,
+            batch,
+            loss=loss,
+            steps=steps,
+            reference=reference,
+            deterministic=deterministic,
+        )
+
     def reset_statistics(self) -> None:
         """Start counting anew."""
         self._ledger.reset()
@@ -248,40 +323,11 @@ class Tide:
         """Return a few lines for people: the plan and what was moved and recomputed so far."""
         if self._runtime is None:
             return "ebbtide keeps everything: no hook is installed"
-        plan, counts = self._runtime.plan, self.statistics()
-        if plan is None:
+        if self._runtime.plan is None:
             return "ebbtide has not observed a whole training step yet"
-        num = {d: sum(1 for v in plan.decisions.values() if v is d) for d in Decision}
-        lines = [
-            f"plan {plan.name}: " + ", ".join(f"{num[d]} {d.value}" for d in Decision if num[d]),
-            f"moved out {format_bytes(counts.moved_out_bytes)}, "
-            f"in {format_bytes(counts.moved_in_bytes)}; "
-            f"{counts.num_resurrections} fetches avoided, "
-            f"{counts.num_recomputed_ops} operators run again",
-            f"peaks: host {format_bytes(counts.host.peak_held_bytes)}, "
-            f"disk {format_bytes(counts.disk.peak_held_bytes)}, "
-            f"in flight on the device {format_bytes(counts.peak_held_device_bytes)}",
-        ]
-        if counts.stall_ns:
-            lines.append(f"compute waited {counts.stall_ns / 1e6:.1f} ms for copies")
-        if plan.budget_bytes:
-            gap = plan.predicted_step_ns / max(plan.bound_step_ns, 1) - 1
-            lines.insert(
-                1,
-                f"predicted: forward and backward {plan.predicted_step_ns / 1e6:.1f} ms, at most "
-                f"{gap:.2%} over the least possible; peak {format_bytes(plan.peak_bytes)} of a "
-                f"budget of {format_bytes(plan.budget_bytes)}",
-            )
-            device = self._runtime.device
-            if device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated(device)
-                lines.insert(2, f"measured: peak {format_bytes(peak)} allocated")
-        outside = None if self.workload is None else self.workload.outside
-        if plan.budget_bytes and outside is not None:
-            advice = advise_on_logits(outside, plan.peak_bytes)
-            lines += [advice] if advice else []
-        lines += [f"kept on the device: {n} ({why})" for why, n in counts.num_kept_not_understood]
-        return "\n".join(lines)
+        return write_report(
+            self._runtime.plan, self.statistics(), self.workload, self._runtime.device
+        )
 
     def close(self) -> None:
         """Take the hooks off and give the tiers' memory back. A second call does nothing.
@@ -379,17 +425,18 @@ class _Attachment:
             planner=wish.planner,
         )
 
-    def run(self) -> Tide:
+    def run(self, *, sanitize: bool) -> Tide:
         ledger = Ledger()
         is_keep = isinstance(self._plan, str) and self._plan == "keep"
         compilation = None
         if self._backend is not None:
             compilation = Compilation(self._blocks, self._backend, is_planned=not is_keep)
         if is_keep:
-            return Tide(None, ledger, None, None, compilation=compilation)
+            return Tide(self._model, None, ledger, None, None, compilation=compilation)
         store = None
         if self._disks:
             store = DiskStore(self._disks, has_checksums=self._has_checksums)
+        sanitizer = Sanitizer(_delay_of(self._device)) if sanitize else None
         maker = PlanMaker(
             self._plan,
             budgets=self._budgets,
@@ -398,10 +445,12 @@ class _Attachment:
             disk=store,
             min_bytes=self._min_bytes,
             ledger=ledger,
+            sanitizer=sanitizer,
         )
         meter = None if self._budgets is None else meter_of(self._device)
         runtime = Runtime(self._model, self._blocks, maker.make_plan, ledger, meter)
         runtime.device = self._device
+        runtime.sanitizer = sanitizer
         if self._budgets is not None:
             runtime.follow_shape = maker.follow_shape
             runtime.note_out_of_memory = maker.note_out_of_memory
@@ -411,7 +460,7 @@ class _Attachment:
         runtime.compilation = compilation
         runtime.hook_blocks = hooks.hook_blocks
         runtime.hook_scopes = hooks.hook_scopes
-        tide = Tide(runtime, ledger, hooks, store, self._budgets, compilation)
+        tide = Tide(self._model, runtime, ledger, hooks, store, self._budgets, compilation)
         maker.close = runtime.close_all = _closer_of(tide)
         return tide
 
@@ -478,6 +527,10 @@ class _Attachment:
         return parse_plan_name(self._plan).family not in (PlanFamily.KEEP, PlanFamily.RECOMPUTE)
 
 
+def _delay_of(device: torch.device) -> AbstractDelay:
+    return CudaDelay(device) if device.type == "cuda" else ThreadDelay()
+
+
 def _backend_name(compile: bool | str) -> str | None:
     """Return what compiles the blocks; None: nothing does."""
     if isinstance(compile, bool):
@@ -508,7 +561,7 @@ def attach_to_measure(model: nn.Module, blocks: str | Sequence[str] | None = Non
     found = find_attachable_blocks(model, blocks)
     ledger = Ledger()
     runtime = Runtime(model, found, _recompute, ledger, meter_of(device_of(found)))
-    tide = Tide(runtime, ledger, Hooks(runtime), None)
+    tide = Tide(model, runtime, ledger, Hooks(runtime), None)
     _attached[model] = tide
     return tide
 
@@ -533,9 +586,9 @@ def find_attachable_blocks(
     """
     _refuse_attached(model)
     found = find_blocks(model, blocks)
-    _refuse_compiled(model, found)
-    _refuse_cuda_graphs(found)
-    _refuse_checkpointing(model)
+    refuse_compiled(model, found)
+    refuse_cuda_graphs(found)
+    refuse_checkpointing(model)
     return found
 
 
@@ -546,57 +599,3 @@ def _refuse_attached(model: nn.Module) -> None:
                 f"{type(other).__name__} is attached already; a model has one plan at a time. "
                 "Call close() on what attach() returned before."
             )
-
-
-def _refuse_compiled(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
-    for path, module in model.named_modules():
-        if is_compiled(module) and any(_lies_in(block, path) for block in blocks):
-            raise ModelError(
-                f"{path or 'the model'} is compiled as a whole: inside a compiled region ebbtide "
-                "cannot see where its blocks start and end. Compile the blocks instead: attach to "
-                "the uncompiled model with attach(model, compile=True), or call .compile() on each "
-                "block before you attach."
-            )
-
-
-def _lies_in(path: str, outer: str) -> bool:
-    return outer == "" or path.startswith(f"{outer}.")
-
-
-def _refuse_cuda_graphs(blocks: dict[str, nn.Module]) -> None:
-    for path, block in blocks.items():
-        if is_compiled(block) and uses_cuda_graphs(block):
-            raise ModelError(
-                f"{path} is compiled to run as CUDA graphs (mode='reduce-overhead'): what it saves "
-                "stays in the graph's own memory, and moving it would free nothing. Compile it "
-                "without: mode='default' or 'max-autotune-no-cudagraphs'."
-            )
-
-
-def _refuse_checkpointing(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise ModelError(
-                f"{path or type(module).__name__} checkpoints itself (gradient_checkpointing is "
-                "on): its blocks would be recomputed twice. Turn it off: "
-                "model.gradient_checkpointing_disable()."
-            )
-
-
-def device_of(blocks: dict[str, nn.Module]) -> torch.device:
-    """Return the one device that the blocks are on.
-
-    Raises:
-        ModelError: They are on several, or on none that computes.
-    """
-    devices = {p.device for b in blocks.values() for p in b.parameters()}
-    if len(devices) > 1:
-        names = ", ".join(sorted(str(d) for d in devices))
-        raise ModelError(
-            f"the blocks are on several devices ({names}); one plan is for one device. "
-            "Name the blocks of one device: attach(model, blocks=[...])."
-        )
-    device = next(iter(devices), torch.device("cpu"))
-    if device.type == "meta":
-        raise ModelError("the model is on the meta device. Materialise it, then attach.")
-    return device

@@ -31,7 +31,7 @@ from ebbtide.torch.internals import (
 )
 from ebbtide.torch.parameters import Parameters
 from ebbtide.torch.record import Handle, Node, Record, Role
-from ebbtide.torch.tape import Policy, leave_alone
+from ebbtide.torch.tape import Policy, Witness, leave_alone, noting
 from ebbtide.workload import OpKind
 
 COMPILED_OP: Final = "compiled"
@@ -50,6 +50,7 @@ class SavedSet:
         given: Storages of all tensors that the block is given: what is not among `inputs` is
             made outside, as masks and tables are, and stays.
         is_checked: Keep the real tensors, for `Record.check`.
+        witness: Told of each tensor that is taken over, as it is then.
         frame: Ends with the block's forward. None: the end is told.
         note_over: Called when autograd saves something after the end of `frame`.
     """
@@ -64,12 +65,14 @@ class SavedSet:
         inputs: frozenset[int],
         given: frozenset[int],
         is_checked: bool,
+        witness: Witness | None = None,
         frame: FrameType | None = None,
         note_over: Callable[[], None] | None = None,
     ) -> None:
         self.record = record
         self.is_checked = is_checked
         self.real: list[tuple[Handle, Tensor]] = []
+        self._witness = noting(self.real, witness) if is_checked else witness
         self._policy = policy
         self._device = device
         self._parameters = parameters
@@ -116,6 +119,7 @@ class SavedSet:
         self._storages.clear()
         self._parameters = Parameters()
         self.real.clear()
+        self._witness = None
         self._is_over, self._frame, self._note_over = True, None, None
 
     def pack(self, tensor: Tensor) -> Any:
@@ -137,8 +141,8 @@ class SavedSet:
             handle = Handle(self.record, node.index, layout, tensor._version, node.num_packs)
             node.num_packs += 1
             self._hold(node, tensor, handle)
-            if self.is_checked:
-                self.real.append((handle, alias_of(tensor)))
+            if self._witness is not None:
+                self._witness(handle, tensor)
             return handle
 
     def _hold(self, node: Node, tensor: Tensor, handle: Handle) -> None:

@@ -19,6 +19,7 @@ from ebbtide.torch.budgets import BudgetPlanner, Shape, bucket
 from ebbtide.torch.devices.cpu import CpuDevice
 from ebbtide.torch.devices.cuda import CudaDevice
 from ebbtide.torch.devices.pinned import pinned_memory_of
+from ebbtide.torch.sanitizer import Sanitizer
 from ebbtide.torch.tiers import HostRegion, Tiers
 from ebbtide.torch.traffic import Traffic
 from ebbtide.units import format_bytes
@@ -46,6 +47,7 @@ class PlanMaker:
         disk: DiskStore | None,
         min_bytes: int,
         ledger: Ledger,
+        sanitizer: Sanitizer | None = None,
     ) -> None:
         self.close: Callable[[], None] | None = None
         """Takes the hooks off, where there can be no plan."""
@@ -61,6 +63,7 @@ class PlanMaker:
         self._disk = disk
         self._min_bytes = min_bytes
         self._ledger = ledger
+        self._sanitizer = sanitizer
         self._host_room: int | None = None
         """What the system gave of the pinned host memory that a plan needed; None: all."""
         self._has_bounce = True
@@ -238,7 +241,9 @@ class PlanMaker:
         device = CpuDevice(self._disk, self._ledger.count_stall)
         if self._device.type == "cuda":
             device = CudaDevice(self._device, tiers)
-        return Traffic(
+        if self._sanitizer is not None:
+            device = self._sanitizer.guard_device(device, tiers)
+        traffic = Traffic(
             device,
             tiers,
             self._ledger,
@@ -246,6 +251,9 @@ class PlanMaker:
             max_in_bytes_in_flight=plan.max_in_bytes_in_flight,
             anchors=anchors,
         )
+        if self._sanitizer is not None:
+            self._sanitizer.guard_traffic(traffic)
+        return traffic
 
 
 def _rounding(plan: Plan, tier: Decision) -> int:

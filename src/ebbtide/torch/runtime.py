@@ -54,9 +54,10 @@ from ebbtide.torch.internals import (
 from ebbtide.torch.pace import Pace
 from ebbtide.torch.parameters import Parameters, Recent, storages_of
 from ebbtide.torch.record import Handle, Node, Record
+from ebbtide.torch.sanitizer import Sanitizer
 from ebbtide.torch.script import key_of
 from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
-from ebbtide.torch.tape import Tape, restore_alias
+from ebbtide.torch.tape import Tape, Witness, restore_alias
 from ebbtide.torch.tiers import Tiers
 from ebbtide.torch.traffic import Traffic
 from ebbtide.torch.variants import Compilation
@@ -137,6 +138,12 @@ class Runtime:
         """The blocks' compiled calls, where ebbtide compiles them."""
         self.close_all: Callable[[], None] | None = None
         """Takes everything off the model."""
+        self.sanitizer: Sanitizer | None = None
+        """Compares what comes back with what was saved; None: nothing does."""
+        self.is_paused = False
+        """The model runs as without ebbtide; graphs that are alive can still run backward."""
+        self.is_untimed = False
+        """Steps of now are no measure of what training takes."""
         self._samples: frozenset[int] = frozenset()
         """Compiled blocks that save all they could while steps are measured, one of a kind."""
         self.note_growth: Callable[[], None] | None = None
@@ -173,7 +180,9 @@ class Runtime:
         """Note that the model's forward starts; only called where times are measured."""
         if self.is_closed or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return
-        if is_in_backward():
+        if self.is_paused or is_in_backward():
+            return
+        if self.is_untimed and self.plan is not None:
             return
         with self._lock:
             self._start_measuring()
@@ -191,12 +200,16 @@ class Runtime:
     def end_forward(self, output: Any) -> None:
         """Note what the model's forward returns; only called where times are measured."""
         self._is_announced = False
+        if self.is_paused:
+            return
         if self.stopwatch is not None and torch.is_grad_enabled() and not is_in_backward():
             with self._lock:
                 self.stopwatch.end_forward(tensors_in(output))
 
     def enter(self, state: BlockState, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Start to record a block's forward."""
+        if self.is_paused:
+            return
         if self._forward is not None and self._forward.is_over:
             self._abandon(self._forward)
         # Design rule 5: a pass without gradients is invisible.
@@ -251,7 +264,9 @@ class Runtime:
                 tape = self._tape(forward, module, stream, args, kwargs)
             forward.tape = tape
             self._local.forward = forward
-            tape.put_on(self.unpack)
+            tape.put_on(
+                self.unpack if self.sanitizer is None else self.sanitizer.unpack_by(self.unpack)
+            )
             if timing is not None:
                 timing.start_forward()
 
@@ -267,6 +282,7 @@ class Runtime:
             inputs=differentiable_storages(args, kwargs),
             given=storages_in(args, kwargs),
             is_checked=forward.record.is_checked,
+            witness=self._witness(forward),
             frame=frame_of_module_call(),
             note_over=_caller_of(self, Runtime._abandon_interrupted),
         )
@@ -293,6 +309,7 @@ class Runtime:
             names=state.names,
             copies_inputs=state.is_input_written or state.observed is None,
             is_checked=is_checked,
+            witness=self._witness(forward),
             timer=timing,
             written=self._written,
             copies=self._copies,
@@ -301,6 +318,11 @@ class Runtime:
             note_over=_caller_of(self, Runtime._abandon_interrupted),
             script=script,
         )
+
+    def _witness(self, forward: Forward) -> Witness | None:
+        if self.sanitizer is None:
+            return None
+        return self.sanitizer.witness(forward.record, forward.state.index)
 
     def _add_sibling(self, state: BlockState, record: Record) -> None:
         # Not at the first block alone: a plan may leave that to torch.
@@ -312,6 +334,8 @@ class Runtime:
 
     def leave(self, state: BlockState, output: Any) -> None:
         """End a block's forward, also when it raised; `output` is None then."""
+        if self.is_paused:
+            return
         error = sys.exception() if output is None else None
         failed = None if error is None or self._forward is None else self._forward.record
         self._end_record(state, has_failed=output is None)

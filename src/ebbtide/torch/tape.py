@@ -93,6 +93,20 @@ class CallTimer(Protocol):
         ...
 
 
+Witness = Callable[[Handle, Tensor], None]
+
+
+def noting(real: list[tuple[Handle, Tensor]], witness: Witness | None) -> Witness:
+    """Return what puts each tensor into `real`, and tells `witness` of it."""
+
+    def note(handle: Handle, tensor: Tensor) -> None:
+        real.append((handle, alias_of(tensor)))
+        if witness is not None:
+            witness(handle, tensor)
+
+    return note
+
+
 class Tape(TorchDispatchMode):
     """Records one forward of one block into a `Record`.
 
@@ -109,6 +123,7 @@ class Tape(TorchDispatchMode):
         names: The calls of the last forward and their names; brought up to date here.
         copies_inputs: Hold block inputs as copies, because the model writes to them later.
         is_checked: Keep the real tensors, for `Record.check`.
+        witness: Told of each tensor that is taken over, as it is then.
         timer: Measures the calls.
         written: Storages of parameters and buffers that some block was seen to write to; those
             of this one are added.
@@ -147,6 +162,7 @@ class Tape(TorchDispatchMode):
         names: list[tuple[Any, str, str]],
         copies_inputs: bool,
         is_checked: bool,
+        witness: Witness | None = None,
         timer: CallTimer | None = None,
         written: set[int] | None = None,
         copies: Copies | None = None,
@@ -183,6 +199,7 @@ class Tape(TorchDispatchMode):
         self._stream = stream
         self._scope = scope
         self.is_checked = is_checked
+        self._witness = noting(self.real, witness) if is_checked else witness
         self._timer = timer
         self._has_moments = has_moments
         self._written = set[int]() if written is None else written
@@ -244,6 +261,7 @@ class Tape(TorchDispatchMode):
         self._parameters = Parameters()
         self.held_inputs.clear()
         self.real.clear()
+        self._witness = None
         self._is_over, self._frame, self._note_over = True, None, None
 
     # -- calls ---------------------------------------------------------------------------------
@@ -584,8 +602,8 @@ class Tape(TorchDispatchMode):
         node.num_packs += 1
         if node.decision is not Decision.RECOMPUTE:
             self._store(node, tensor, handle)
-        if self.is_checked:
-            self.real.append((handle, alias_of(tensor)))
+        if self._witness is not None:
+            self._witness(handle, tensor)
         return handle
 
     def _pack_after_end(self, tensor: Tensor) -> _Alias:

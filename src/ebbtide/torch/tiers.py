@@ -248,6 +248,12 @@ class Tiers:
             return self.host is not None
         return self.disk is not None and not self.disk.is_closed
 
+    def capacity_bytes(self, tier: Decision) -> int:
+        """Return the bytes that `tier` has."""
+        if tier is Decision.HOST:
+            return self.host_bytes
+        return 0 if self.disk is None else self.disk.statistics().reserved_bytes
+
     def held_bytes(self, tier: Decision) -> int:
         """Return the bytes that `tier` holds now."""
         if tier is Decision.HOST:

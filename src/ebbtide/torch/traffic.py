@@ -13,6 +13,7 @@ import heapq
 import sys
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from torch import Tensor
@@ -193,6 +194,8 @@ class Traffic:
         self.anchors = anchors or Anchors()
         self.forward_pass = Pass()
         """The pass that runs now, or ran last."""
+        self.give_back: Callable[[Place, Event], None] = tiers.give_back
+        """Frees the place of a slot that has died, behind its last copy."""
         self._device = device
         self._max_out = max_out_bytes_in_flight
         self._max_in = max_in_bytes_in_flight
@@ -446,7 +449,7 @@ class Traffic:
             if dead.back is not None:
                 self._fence_back(dead)
                 self.ledger.count_device_bytes(-dead.num_bytes)
-            self.tiers.give_back(dead.place, dead.last_copy)
+            self.give_back(dead.place, dead.last_copy)
             known = self._by_storage.get(dead.key)
             if known is not None and known[1]() is None:
                 del self._by_storage[dead.key]
@@ -456,6 +459,16 @@ class Traffic:
         """Give all host memory back; what is evicted and was not fetched is lost."""
         self.bury()
         self.tiers.close()
+
+    @property
+    def device(self) -> AbstractDevice:
+        """What makes the copies."""
+        return self._device
+
+    def name_at(self, place: Place) -> str:
+        """Return what the slot that holds `place` is called, for messages; empty if none does."""
+        names = (slot.name for slot in self._order.values() if slot.copies.place is place)
+        return next(names, "")
 
     @property
     def next_index(self) -> int:

@@ -262,10 +262,11 @@ class FakeDevice(AbstractDevice):
 
     def _let_go(self, memory: _Memory, evict: FakeCopy | None) -> None:
         """Check that whoever gets the memory next, on its owner's stream, comes after its uses."""
-        used: Clock = memory.used
+        # No variable with a type: checking it takes a lock, which a finalizer may find taken.
+        used = memory.used
         if evict is not None:
             self._leaving.discard(evict)
-            used = {evict: 1}
+            used = dict[Hashable, int]({evict: 1})
         for key in _missing(used, self._clock(memory.owner)):
             if isinstance(key, FakeCopy):
                 key.is_lost = True
