@@ -70,6 +70,12 @@ COMMANDS = (
         extras="report",
         summary="Read a profiler's file: how much of the copies is hidden, and what to change.",
     ),
+    LazyCommand(
+        name="verify",
+        module="ebbtide.commands.verify",
+        extras="torch,demo",
+        summary="Compare steps with and without a plan on a real model, bit for bit.",
+    ),
 )
 
 

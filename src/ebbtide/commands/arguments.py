@@ -13,6 +13,7 @@ from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 from ebbtide.naming import unknown_name_message
 from ebbtide.plan import Plan
+from ebbtide.planner.named import parse_plan_name
 from ebbtide.planner.solve import BUDGET_PLANNERS
 from ebbtide.units import format_bytes, parse_bytes, parse_path_and_cap
 from ebbtide.workload import Workload
@@ -34,6 +35,17 @@ def read_workload(path: Path, option: str = "WORKLOAD") -> Workload:
 def read_plan(path: Path, option: str = "--check") -> Plan:
     """Read a plan; `option` is how it was given."""
     return _read_file(option, path, Plan.from_json)
+
+
+def read_named_plan(given: str) -> str | Plan:
+    """Return the name of a plan, or the plan of a file."""
+    if Path(given).is_file():
+        return _read_file("--plan", Path(given), Plan.from_json)
+    try:
+        parse_plan_name(given)
+    except PlanError as error:
+        raise ValueError(f"--plan {given}: there is no such file, and {error}") from error
+    return given
 
 
 def read_machine(given: str) -> Machine:
