@@ -34,6 +34,8 @@ class _Value:
     name: str
     tensor: Tensor
     print: int
+    version: int
+    """Of the tensor when it last had that checksum."""
     saved: Tensor | None
     """A copy in host memory; None for a parameter that is only watched."""
 
@@ -91,7 +93,7 @@ class ModelState:
         Raises:
             ModelError: The last step wrote to a parameter of which there is no copy.
         """
-        self._put_back()
+        self._put_back(is_last=False)
         for known in self._gradients:
             known.leaf.grad = known.gradient
             if known.gradient is not None:
@@ -109,9 +111,9 @@ class ModelState:
             if known.gradient is not None and known.saved is not None:
                 with torch.no_grad():
                     local(known.gradient).copy_(known.saved)
-        self._put_back()
+        self._put_back(is_last=True)
 
-    def _put_back(self) -> None:
+    def _put_back(self, *, is_last: bool) -> None:
         for module, is_training in self._modes:
             module.training = is_training
         for module, name, buffer in self._buffers:
@@ -120,14 +122,19 @@ class ModelState:
         set_random_states(self._random)
         lost = ""
         for value in self._values:
+            # Between two steps it is enough that torch saw no write.
+            if not is_last and value.tensor._version == value.version:
+                continue
             # Only where it changed: a write would stop graphs that saved it.
             if _print(value.tensor) == value.print:
+                value.version = value.tensor._version
                 continue
             if value.saved is None:
                 lost = lost or value.name
                 continue
             with torch.no_grad():
                 local(value.tensor).copy_(value.saved)
+            value.version = value.tensor._version
         if lost:
             raise ModelError(
                 f"forward and backward write to the parameter {lost}, and the parameters take too "
@@ -181,6 +188,7 @@ def _value(name: str, tensor: Tensor, *, is_saved: bool = True) -> _Value:
         name=name,
         tensor=tensor,
         print=_print(tensor),
+        version=tensor._version,
         saved=copy_to_host(tensor) if is_saved else None,
     )
 
