@@ -134,8 +134,8 @@ def test_ten_gb_out_and_back_at_25_gb_per_s_take_0_8_s() -> None:
 @pytest.mark.parametrize(("batch", "is_most"), [(1, False), (2, True), (4, True)])
 def test_where_activations_are_half_of_the_device_and_more(batch: int, is_most: bool) -> None:
     # The seed: 50 to 70 % of device memory for the largest models. With full checkpointing they
-    # are far less; with everything kept, DeepSeek-V3 on 128 GB200 has 58 % at one sequence of 4096
-    # and does not fit beyond.
+    # are far less; with everything kept, DeepSeek-V3 on 128 GB200 has 61 % at one sequence of 4096
+    # and even that does not fit.
     setup = replace(ASSUMED, batch=batch)
     row = ask(setup, "gb200-nvl72").row(Strategy.KEEP)
     share = row.holders["activations"] / find_machine("gb200-nvl72").device_bytes
