@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ebbtide.jax import NamedPolicy, check_policy, with_names
+from ebbtide.jax import NamedPolicy, check_policy, names_of, with_names
 from tests.jax import blocks
 from tests.jax.blocks import Array, Block
 
@@ -82,3 +82,36 @@ def test_accumulated_gradients_have_the_same_bits() -> None:
 
     plain = accumulate(blocks.nested_block)
     assert blocks.differing(accumulate(rematted(blocks.nested_block, policy)), plain) == []
+
+
+def odd_block(params: Array, x: Array) -> Array:
+    """Everything that has equations inside: shardings, a checkpoint, a scan, a cond, a vmap."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = jax.jit(lambda a: jnp.sin(a) * 2, in_shardings=here, out_shardings=here)(x)
+    y = jax.checkpoint(lambda a: jnp.sin(jnp.cos(a)))(x * params)
+    z, _ = jax.lax.scan(lambda carry, _: (jnp.tanh(carry), None), y, None, length=3)
+    w = jax.lax.cond(x.sum() > 0, lambda a: a * 2, lambda a: a * 3, jax.nn.relu(z))
+    order = jnp.argsort(w, axis=-1)
+    return jnp.take_along_axis(w, order, -1) + jax.vmap(jnp.cumsum)(w)
+
+
+def test_equations_that_hold_others_keep_their_bits() -> None:
+    x = jnp.linspace(-1.0, 1.0, 32).reshape(4, 8)
+    params = x + 0.5
+    names = names_of(odd_block, params, x)
+    inner = next(name for name in names if name in ("remat2.0", "remat.0", "checkpoint.0"))
+    policy = NamedPolicy(
+        saved=(inner, "take_along_axis.select_n.0"),
+        offloaded=("input", "lambda.mul.0", "scan.0"),
+    )
+    residuals = check_policy(policy, odd_block, params, x)
+    assert {r.name for r in residuals if r.is_on_host} == set(policy.offloaded)
+
+    def run(block: Block) -> Any:
+        loss = jax.value_and_grad(lambda p, x: block(p, x).sum(), (0, 1))
+        return jax.jit(loss, compiler_options=blocks.EXACT)(params, x)
+
+    plain = run(odd_block)
+    assert blocks.differing(run(with_names(odd_block)), plain) == []
+    assert blocks.differing(run(rematted(odd_block, policy)), plain) == []
