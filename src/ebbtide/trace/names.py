@@ -14,7 +14,7 @@ MARK = "ebbtide:"
 """Starts the annotations of ebbtide's runtimes; the rest is `evict NAME` or `fetch NAME`."""
 
 _COLLECTIVE = re.compile(r"nccl|rccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter", re.I)
-_XLA_GEMM_FUSION = re.compile(r"fusion", re.I)
+_FUSION = re.compile(r"fusion", re.I)
 _COPY = re.compile(
     r"(?<![a-z])(?:mem_?cpy|copy)[\s_:]*(?P<way>[HDP]\s?(?:to|2)\s?[HDP]|"
     r"(?:Host|Device|Peer)To(?:Host|Device|Peer))",
@@ -76,8 +76,9 @@ def lane_of_copy(name: str) -> Copied | None:
     match = _COPY.search(name)
     if match is None:
         return None
-    way = "".join(letter for letter in re.sub("to|2|ost|evice|eer", "", match["way"], flags=re.I))
-    lane = _WAYS.get(way.replace(" ", "").lower())
+    # Of `DtoH`, `D2H` and `DeviceToHost` the first and the last place remain.
+    way = re.sub(r"to|2|ost|evice|eer|\s", "", match["way"].lower())
+    lane = _WAYS.get(way)
     if lane is None:
         return None
     return Copied(lane=lane, host_memory=memory_of(name))
@@ -94,7 +95,7 @@ def memory_of(text: str) -> HostMemory:
 def lane_of_kernel(name: str) -> Lane:
     """Return whether a kernel computes, or communicates between devices."""
     # XLA may name a fusion after what it feeds: only the kernels of the libraries communicate.
-    if _COLLECTIVE.search(name) and not _XLA_GEMM_FUSION.search(name):
+    if _COLLECTIVE.search(name) and not _FUSION.search(name):
         return Lane.COLLECTIVE
     return Lane.COMPUTE
 
