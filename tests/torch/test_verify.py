@@ -399,7 +399,8 @@ def test_wrong_arguments_are_refused(
         attach_here(model, "offload", tmp_path) as tide,
         pytest.raises(error, match=said),
     ):
-        tide.verify(features(), **{"loss": square, **options})
+        arguments: dict[str, Any] = {"loss": square, **options}
+        tide.verify(features(), **arguments)
 
 
 def test_after_close_it_says_so(tmp_path: Path) -> None:
