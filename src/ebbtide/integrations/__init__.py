@@ -1,1 +1,1 @@
-"""Other programs' forms of a plan. Each is imported by its own name."""
+"""ebbtide inside other people's training loops: one module for each library."""
