@@ -48,3 +48,46 @@ def test_the_example_moves_activations_and_has_the_losses_of_plain_training() ->
     assert re.search(r"plan lp: \d+ keep, \d+ disk", printed)
     assert re.search(r"moved out [1-9]\S* MiB, in [1-9]\S* MiB", printed)
     assert "ebbtide keeps everything: no hook is installed" in plain
+
+
+def run_example(name: str, **environment: str) -> str:
+    """Run an example on the CPU; return what it printed."""
+    finished = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "packages"),
+    [
+        ("train_accelerate.py", ("accelerate",)),
+        ("train_sft.py", ("trl", "peft")),
+        ("train_lightning.py", ("lightning",)),
+    ],
+)
+def test_examples_for_other_stacks_have_the_losses_of_plain_training(
+    name: str, packages: tuple[str, ...]
+) -> None:
+    for package in packages:
+        pytest.importorskip(package)
+    printed = run_example(name)
+    plain = run_example(name, EBBTIDE_DISABLE="1")
+    assert len(losses(printed)) == 6
+    assert losses(printed) == losses(plain)
+    assert re.search(r"moved out [1-9]\S* MiB, in [1-9]\S* MiB", printed)
+    assert "ebbtide keeps everything: no hook is installed" in plain

@@ -582,7 +582,7 @@ def test_after_running_out_of_memory_the_next_plan_takes_less(tmp_path: Path) ->
         "100MiB",
         device=torch.device("cpu"),
         host_bytes=None,
-        disk=None,
+        disks=(),
         decide=None,
         min_bytes=1024,
         planner="greedy",

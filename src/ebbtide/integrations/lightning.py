@@ -11,7 +11,6 @@ from typing import Any
 
 from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ebbtide.integrations.figures import figures_of
 from ebbtide.plan import Decision, Plan
@@ -33,13 +32,14 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         plan: As in `attach`, like all that follow.
         budget: Most device memory of a step.
         host: Most pinned host memory.
-        disk: `"FOLDER:SIZE"`.
+        disk: `"FOLDER:SIZE"`, or several of them.
+        disk_checksums: Compare what is read from disk with what was written.
         blocks: Module paths of the blocks, in the LightningModule.
         decide: Decisions to keep to, by pattern.
         planner: Which planner serves the budget.
         min_bytes: Smaller activations are never moved.
         compile: Compile each block.
-        ranks: Which ranks share one plan.
+        sanitize: Compare everything that comes back with what was saved.
 
     Raises:
         EbbtideError: From `fit`, where `attach` raises it: a model that checkpoints itself or is
@@ -52,13 +52,14 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         *,
         budget: str | int | None = None,
         host: str | int | None = None,
-        disk: str | None = None,
+        disk: str | Sequence[str] | None = None,
+        disk_checksums: bool = False,
         blocks: str | Sequence[str] | None = None,
         decide: Mapping[str, str | Decision] | None = None,
         planner: str | None = None,
         min_bytes: int = MIN_BYTES,
         compile: bool | str = False,
-        ranks: str | ProcessGroup = "all",
+        sanitize: bool = False,
     ) -> None:
         self.tide: Tide | None = None
         self._is_open = False
@@ -67,12 +68,13 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
             "budget": budget,
             "host": host,
             "disk": disk,
+            "disk_checksums": disk_checksums,
             "blocks": blocks,
             "decide": decide,
             "planner": planner,
             "min_bytes": min_bytes,
             "compile": compile,
-            "ranks": ranks,
+            "sanitize": sanitize,
         }
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:

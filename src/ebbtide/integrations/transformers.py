@@ -48,12 +48,14 @@ class EbbtideCallback(TrainerCallback):
         plan: As in `attach`, like all that follow.
         budget: Most device memory of a step.
         host: Most pinned host memory.
-        disk: `"FOLDER:SIZE"`.
+        disk: `"FOLDER:SIZE"`, or several of them.
+        disk_checksums: Compare what is read from disk with what was written.
         blocks: Module paths of the blocks, in the model that is trained: with LoRA, in PEFT's.
         decide: Decisions to keep to, by pattern.
         planner: Which planner serves the budget.
         min_bytes: Smaller activations are never moved.
         compile: Compile each block.
+        sanitize: Compare everything that comes back with what was saved.
 
     Raises:
         ValueError: From the trainer's constructor, or from `train()` where the callback was added
@@ -69,12 +71,14 @@ class EbbtideCallback(TrainerCallback):
         *,
         budget: str | int | None = None,
         host: str | int | None = None,
-        disk: str | None = None,
+        disk: str | Sequence[str] | None = None,
+        disk_checksums: bool = False,
         blocks: str | Sequence[str] | None = None,
         decide: Mapping[str, str | Decision] | None = None,
         planner: str | None = None,
         min_bytes: int = MIN_BYTES,
         compile: bool | str = False,
+        sanitize: bool = False,
     ) -> None:
         self.tide: Tide | None = None
         self._plan = plan
@@ -82,11 +86,13 @@ class EbbtideCallback(TrainerCallback):
             "budget": budget,
             "host": host,
             "disk": disk,
+            "disk_checksums": disk_checksums,
             "blocks": blocks,
             "decide": decide,
             "planner": planner,
             "min_bytes": min_bytes,
             "compile": compile,
+            "sanitize": sanitize,
         }
         self._trainer: Trainer | None = None
         _watch_training()
