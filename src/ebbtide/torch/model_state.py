@@ -122,8 +122,10 @@ class ModelState:
         set_random_states(self._random)
         lost = ""
         for value in self._values:
-            # Between two steps it is enough that torch saw no write.
-            if not is_last and value.tensor._version == value.version:
+            # Between two steps it is enough that torch saw no write, but not for buffers: batch
+            # normalisation writes its running statistics unannounced.
+            is_counted = isinstance(value.tensor, nn.Parameter)
+            if is_counted and not is_last and value.tensor._version == value.version:
                 continue
             # Only where it changed: a write would stop graphs that saved it.
             if _print(value.tensor) == value.print:
