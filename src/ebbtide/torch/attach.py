@@ -119,8 +119,7 @@ def attach(
             budget the third step is measured instead of the second. Blocks that were compiled
             before must do without, and take no budget.
         sanitize: Compare everything that comes back with what was saved, in every step, under
-            poison and delays: `docs/verify.md` says what that finds and costs. The environment
-            variable `EBBTIDE_SANITIZE=1` does the same for every attach.
+            poison and delays (`docs/verify.md`); `EBBTIDE_SANITIZE=1` does so for every attach.
 
     Returns:
         A handle: `verify(batch)`, `statistics()`, `report()`, `close()`; it works in `with`.
@@ -131,8 +130,8 @@ def attach(
         RuntimeStateError: The model is attached already.
         MemoryTierError: The disk folder is missing, read-only or too full; or there is no such
             tier on this device.
-        ValueError: A size cannot be read, both a plan and a budget were given, or there is no
-            such backend.
+        ValueError: A size cannot be read, both a plan and a budget were given, there is no such
+            backend, or no disk for its checksums.
 
     The third training step raises `BudgetError` if no plan keeps to the budget; it names the
     smallest that would do. The model is left as it was then, and trains on.
