@@ -299,7 +299,7 @@ def test_every_json_key_is_documented() -> None:
         (
             ("--budget", "1GiB", "--machine", "h200"),
             "--machine h200: there is no such file, and in the catalog, unknown machine 'h200'; "
-            "valid names, nearest first: h200-pcie5,",
+            "valid names, nearest first: gh200, h200-pcie5,",
         ),
         (("--budget", "1GiB", "--machine", EXAMPLE), f"--machine {EXAMPLE}: the file's format is"),
         (("--budget", "1GiB", "--machine", __file__), f"--machine {__file__}: the text is not"),
