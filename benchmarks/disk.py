@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gib", type=float, default=2.0, help="written and read by each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--name", default="here", help="of the machine, in the file's name")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     num_bytes = int(options.gib * 2**30) // REGION_BYTES * REGION_BYTES
@@ -65,7 +66,7 @@ def main() -> int:
     found = medians(rows)
     result = {"facts": facts, "rows": rows, "medians": found}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"disk-{platform.node() or 'here'}.json").write_text(
+    (options.out / f"disk-{options.name}.json").write_text(
         json.dumps(result, indent=1)
     )
     return report(found)
