@@ -66,9 +66,7 @@ def main() -> int:
     found = medians(rows)
     result = {"facts": facts, "rows": rows, "medians": found}
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"disk-{options.name}.json").write_text(
-        json.dumps(result, indent=1)
-    )
+    (options.out / f"disk-{options.name}.json").write_text(json.dumps(result, indent=1))
     return report(found)
 
 
