@@ -21,7 +21,8 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from ebbtide.memory.disk import NUM_THREADS, DiskStore
+from ebbtide.memory.disk import DiskStore
+from ebbtide.memory.disk_rates import NUM_THREADS
 from ebbtide.memory.file_calls import aligned_memory
 from ebbtide.memory.stripes import STRIPE_BYTES
 from ebbtide.units import DiskSpec
@@ -53,6 +54,7 @@ def main() -> int:
                 f"{index} {who:10} {rates['write_mb_s']:8.0f} {rates['read_mb_s']:8.0f}", flush=True
             )
     facts = {
+        "command": f"benchmarks/disk.py FOLDER --gib {options.gib:g} --rounds {options.rounds}",
         "date": time.strftime("%Y-%m-%d"),
         "machine": platform.machine(),
         "kernel": platform.release(),

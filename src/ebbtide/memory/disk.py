@@ -19,7 +19,7 @@ from ebbtide.errors import MemoryTierError, RuntimeStateError
 from ebbtide.memory.arena import Arena, Region
 from ebbtide.memory.checksums import Checksums
 from ebbtide.memory.disk_file import DiskFile, exact
-from ebbtide.memory.disk_rates import measure_rates
+from ebbtide.memory.disk_rates import NUM_THREADS, measure_rates
 from ebbtide.memory.file_calls import BLOCK_SIZES, AbstractFileCalls, SystemFileCalls
 from ebbtide.memory.mounts import find_file_system, warning_for
 from ebbtide.memory.stripes import Part, Stripes
@@ -29,11 +29,6 @@ log = logging.getLogger("ebbtide")
 
 DISK_ALIGNMENT_BYTES = max(BLOCK_SIZES)
 """Regions begin at multiples of it, whatever the disk's own blocks are."""
-
-# Not measured: enough that reads and writes go on side by side, and few enough to leave most
-# cores of a small machine to the data loader.
-NUM_THREADS = 4
-"""Requests in flight to one folder."""
 
 BytesLike = memoryview | bytearray | bytes
 """What a copy reads or fills; `memoryview(x)` makes one of anything with the buffer protocol."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ebbtide.memory.arena import Region
-from ebbtide.memory.disk import NUM_THREADS, DiskStore
+from ebbtide.memory.disk import DiskStore
+from ebbtide.memory.disk_rates import NUM_THREADS
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import (
     AbstractDevice,
