@@ -524,11 +524,14 @@ def test_the_report_says_what_was_done(tmp_path: Path) -> None:
         num = {d: sum(v is d for v in tide.plan.decisions.values()) for d in Decision}
         num_keep = f"{num[Decision.KEEP]} keep, " if num[Decision.KEEP] else ""
         kib = f"{num[Decision.DISK] * ROW_BYTES / 1024} KiB"
+        stall_ns = tide.statistics().stall_ns
+        waited = [f"compute waited {stall_ns / 1e6:.1f} ms for copies"] if stall_ns else []
         assert tide.report().splitlines() == [
             f"plan offload-inputs: {num_keep}{num[Decision.DISK]} disk, "
             f"{num[Decision.RECOMPUTE]} recompute",
             f"moved out {kib}, in {kib}; 0 fetches avoided, 15 operators run again",
             f"peaks: host 0 B, disk {kib}, in flight on the device {kib}",
+            *waited,
         ]
 
 

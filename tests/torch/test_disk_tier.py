@@ -16,6 +16,7 @@ from torch import nn
 
 from ebbtide.errors import MemoryTierError
 from ebbtide.memory import disk
+from ebbtide.memory.disk_rates import NUM_THREADS
 from ebbtide.memory.file_calls import AbstractFileCalls, OpenFile, SystemFileCalls
 from ebbtide.torch import Tide, attach
 from tests.torch.models import Gated, Stack, features
@@ -196,14 +197,16 @@ def test_a_backward_whose_read_failed_can_be_run_again(tmp_path: Path, faults: F
 @pytest.mark.slow
 def test_two_hundred_steps_leave_nothing_behind(tmp_path: Path) -> None:
     model = seeded(stack)
+    # A pool begins a thread when all that it has are busy, in whichever step that may be.
+    most_threads = threading.active_count() + NUM_THREADS
     with in_folder(tmp_path, disk_checksums=True)(model) as tide:
         optimizer = sgd(model)
 
-        def step(index: int) -> tuple[int, int, int, int]:
+        def step(index: int) -> tuple[int, int, int]:
             run_step(model, feature_step, index, Trace(), optimizer)
+            assert threading.active_count() <= most_threads
             counts = tide.statistics().disk
-            files = len(os.listdir("/proc/self/fd"))
-            return files, threading.active_count(), counts.held_bytes, counts.peak_held_bytes
+            return len(os.listdir("/proc/self/fd")), counts.held_bytes, counts.peak_held_bytes
 
         settled = [step(index) for index in range(10)][-1]
         gc.collect()
@@ -213,7 +216,7 @@ def test_two_hundred_steps_leave_nothing_behind(tmp_path: Path) -> None:
         # The allocator keeps some pages; 200 steps move four times as much as is allowed here.
         moved_bytes = tide.statistics().disk.moved_out_bytes // 210
         assert resident_bytes() - before < 50 * moved_bytes
-        assert settled[2] == 0
+        assert settled[1] == 0
 
 
 def resident_bytes() -> int:
