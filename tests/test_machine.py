@@ -65,6 +65,7 @@ def test_json_form_is_this_text() -> None:
         '  "device_bytes": 100,\n'
         '  "disk_bytes": 10000,\n'
         '  "disk_read_bytes_per_s": 3,\n'
+        '  "disk_write_bytes_per_day": 0,\n'
         '  "disk_write_bytes_per_s": 2,\n'
         '  "format": "ebbtide-machine",\n'
         '  "host_bytes": 1000,\n'
@@ -74,7 +75,7 @@ def test_json_form_is_this_text() -> None:
         '  "out_bytes_per_s": 5,\n'
         '  "slowdown_ppm": 0,\n'
         '  "source": "measured",\n'
-        '  "version": 1\n'
+        '  "version": 2\n'
         "}\n"
     )
 
@@ -121,6 +122,17 @@ def test_a_machine_without_tiers_needs_no_bandwidth() -> None:
     assert Machine.from_json(machine.to_json()) == machine
 
 
+def test_version_1_has_no_limit_on_what_a_day_writes() -> None:
+    form = json.loads(a_machine(disk_write_bytes_per_day=7).to_json())
+    assert Machine.from_json(json.dumps(form)).disk_write_bytes_per_day == 7
+    form["version"] = 1
+    assert message_of(json.dumps(form)).startswith(
+        "machine: unknown field 'disk_write_bytes_per_day'"
+    )
+    del form["disk_write_bytes_per_day"]
+    assert Machine.from_json(json.dumps(form)) == a_machine()
+
+
 def test_another_format_is_refused() -> None:
     assert message_of(form_with(format="ebbtide-plan")) == (
         "the file's format is 'ebbtide-plan'; this reader takes 'ebbtide-machine' only. "
@@ -128,11 +140,11 @@ def test_another_format_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("version", [2, 0, "1", True, None])
+@pytest.mark.parametrize("version", [3, 0, "1", True, None])
 def test_another_version_is_refused(version: object) -> None:
     assert message_of(form_with(version=version)) == (
-        f"the file's version is {version!r}; this ebbtide reads version 1 of 'ebbtide-machine' "
-        "only. Write the file again with this ebbtide."
+        f"the file's version is {version!r}; this ebbtide reads versions 1 to 2 of "
+        "'ebbtide-machine' only. Write the file again with this ebbtide."
     )
 
 

@@ -66,7 +66,8 @@ def check_plan(
 ) -> CheckReport:
     """Execute a plan on paper and report every rule that it breaks.
 
-    Never raises for a bad plan. Times are not checked: no rule is about them.
+    Never raises for a bad plan. Times are not checked; those of the workload
+    say how much the steps of a day may write to disk.
 
     Args:
         plan: From any source; nothing in it is trusted.
@@ -101,6 +102,7 @@ def check_plan(
     faults += _tier_faults("host", sums[Decision.HOST], plan.host_bytes, host_cap_bytes)
     disk_cap_bytes = machine.disk_bytes if disk_bytes is None else disk_bytes
     faults += _tier_faults("disk", sums[Decision.DISK], plan.disk_bytes, disk_cap_bytes)
+    faults += _endurance_faults(sums[Decision.DISK], workload, machine)
     report = _report(
         faults, moments, host_bytes=sums[Decision.HOST], disk_bytes=sums[Decision.DISK]
     )
@@ -204,6 +206,24 @@ def _tier_faults(tier: str, held_bytes: int, plan_bytes: int, cap_bytes: int) ->
             f"the plan's {tier}_bytes is {plan_bytes}, but its {tier} decisions add up to "
             f"{held_bytes} bytes; it must be at least that. Plan again."
         )
+
+
+def _endurance_faults(written_bytes: int, workload: Workload, machine: Machine) -> Iterator[str]:
+    outside, limit = workload.outside, machine.disk_write_bytes_per_day
+    if not (written_bytes and limit and outside is not None):
+        return
+    step_ns = outside.turn_ns + outside.ends_ns
+    step_ns += sum(block.forward_ns + block.backward_ns for block in workload.blocks)
+    if written_bytes * _DAY_NS > limit * step_ns:
+        yield (
+            f"each step writes {written_bytes} bytes to disk, and steps of {step_ns} ns, the "
+            f"fastest that there are, may write {limit * step_ns // _DAY_NS} to stay within the "
+            f"machine's disk_write_bytes_per_day of {limit}. Evict less to disk, or raise the "
+            "limit."
+        )
+
+
+_DAY_NS = 24 * 60 * 60 * 10**9
 
 
 def _device_faults(plan: Plan, report: CheckReport, budget_bytes: int) -> Iterator[str]:

@@ -12,7 +12,9 @@ from ebbtide.errors import PlanError
 from ebbtide.forms import read_form, read_int, read_text, refuse_negative, refuse_unknown_fields
 
 MACHINE_FORMAT = "ebbtide-machine"
-MACHINE_VERSION = 1
+MACHINE_VERSION = 2
+
+_SINCE_VERSION_2 = {"disk_write_bytes_per_day"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,8 @@ class Machine:
     """Host to disk."""
     disk_read_bytes_per_s: int = 0
     """Disk to host."""
+    disk_write_bytes_per_day: int = 0
+    """Most bytes that this rank may write to disk in a day, for the disk's sake; 0: no limit."""
     slowdown_ppm: int = 0
     """Compute time lost to a copy that runs beside it, in millionths of the copy's time on the
     link: both want the device's memory."""
@@ -94,6 +98,8 @@ class Machine:
         """
         record = read_form(text, form=MACHINE_FORMAT, version=MACHINE_VERSION)
         fields = set(cls.__dataclass_fields__)
+        if record["version"] == 1:
+            fields -= _SINCE_VERSION_2
         refuse_unknown_fields(record, {"format", "version", *fields}, where="machine")
         numbers = {
             name: read_int(record, name, where="machine") for name in fields - {"name", "source"}

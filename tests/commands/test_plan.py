@@ -26,6 +26,7 @@ GIB = 2**30
 KEYS = {
     *("outcome", "message", "planner", "budget_gib", "planning_ms", "predicted_step_s"),
     *("bound_step_s", "gap", "peak_gib", "host_gib", "disk_gib", "decisions"),
+    "disk_written_gib_per_day",
     *("release_at", "fetch_at"),
 }
 

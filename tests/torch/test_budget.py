@@ -85,6 +85,48 @@ class Run:
     tide: Tide
 
 
+def test_a_limit_on_what_a_day_writes_is_the_machines_and_needs_a_disk(tmp_path: Path) -> None:
+    model = seeded(lambda: Stack(Gated, 4))
+    with pytest.raises(ValueError, match=r"^disk_write_per_day= was given without a budget"):
+        attach(model, "recompute", disk_write_per_day="1TB")
+    with pytest.raises(ValueError, match=r"'1TB' was given without a disk to write to. Give disk="):
+        attach(model, budget="1GiB", disk_write_per_day="1TB")
+    disk = f"{tmp_path}:200MiB"
+    with pytest.raises(ValueError, match="disk_write_per_day=0 lets nothing be written; leave"):
+        attach(model, budget="1GiB", disk=disk, disk_write_per_day=0)
+    planner = BudgetPlanner(
+        "1GiB",
+        device=torch.device("cpu"),
+        host_bytes=None,
+        disks=(),
+        decide=None,
+        min_bytes=0,
+        planner="lp",
+        written_bytes_per_day=10**12,
+    )
+    assert planner.machine == replace(MACHINE, disk_write_bytes_per_day=10**12)
+
+
+def test_a_day_that_may_write_little_has_no_room_for_what_is_pinned_to_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeded(lambda: Stack(Gated, 4))
+    count_allocations(model, monkeypatch)
+    options: dict[str, Any] = {"disk": f"{tmp_path}:200MiB", "decide": {"*": "DISK"}}
+    for daily, is_disk_used in ((None, True), ("1MB", False)):
+        with attach(model, budget="1GiB", min_bytes=1, disk_write_per_day=daily, **options) as tide:
+            for index in range(2):
+                run_step(model, feature_step, index, Trace(), sgd(model))
+            if is_disk_used:
+                run_step(model, feature_step, 2, Trace(), sgd(model))
+                assert tide.plan is not None and tide.plan.disk_bytes > 0
+            else:
+                with pytest.raises(
+                    BudgetError, match="a step may go to disk, since a day may write"
+                ):
+                    run_step(model, feature_step, 2, Trace(), sgd(model))
+
+
 def count_allocations(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Allocator:
     """Let `attach` measure with a counted allocator, every op taking the same time."""
     allocator = Allocator(model)

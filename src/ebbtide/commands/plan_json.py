@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from ebbtide.check import CheckReport
 from ebbtide.commands.plan_report import gap_of
 from ebbtide.plan import Plan
+from ebbtide.planner.endurance import bytes_per_day
 from ebbtide.planner.result import Outcome
 from ebbtide.sweep import SweepPoint
 
@@ -66,6 +67,7 @@ def _describe_cost(plan: Plan) -> dict[str, object]:
         "peak_gib": _gib(plan.peak_bytes),
         "host_gib": _gib(plan.host_bytes),
         "disk_gib": _gib(plan.disk_bytes),
+        "disk_written_gib_per_day": _gib(bytes_per_day(plan.disk_bytes, plan.predicted_step_ns)),
     }
 
 

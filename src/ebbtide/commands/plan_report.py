@@ -8,6 +8,7 @@ from ebbtide.block import LOCAL_MARKS
 from ebbtide.commands.columns import align_columns
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
+from ebbtide.planner.endurance import bytes_per_day
 from ebbtide.planner.result import Outcome
 from ebbtide.simulate import BESIDE, simulate
 from ebbtide.timeline import Lane, Timeline
@@ -101,6 +102,9 @@ def _write_times(plan: Plan, workload: Workload, timeline: Timeline) -> Iterator
         moved = sum(span.num_bytes for span in timeline.spans if span.lane is lane)
         if moved:
             yield f"{title}: {format_bytes(moved)} in {_ms(timeline.busy_ns(lane))}"
+    if plan.disk_bytes:
+        written = bytes_per_day(plan.disk_bytes, timeline.step_ns)
+        yield f"written to disk in a day of such steps: {format_bytes(written)}"
     yield from _write_stalls(timeline)
 
 

@@ -37,6 +37,7 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         blocks: Module paths of the blocks, in the LightningModule.
         decide: Decisions to keep to, by pattern.
         planner: Which planner serves the budget.
+        disk_write_per_day: Most bytes that a day may write to disk.
         min_bytes: Smaller activations are never moved.
         compile: Compile each block.
         sanitize: Compare everything that comes back with what was saved.
@@ -57,6 +58,7 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         blocks: str | Sequence[str] | None = None,
         decide: Mapping[str, str | Decision] | None = None,
         planner: str | None = None,
+        disk_write_per_day: str | int | None = None,
         min_bytes: int = MIN_BYTES,
         compile: bool | str = False,
         sanitize: bool = False,
@@ -72,6 +74,7 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
             "blocks": blocks,
             "decide": decide,
             "planner": planner,
+            "disk_write_per_day": disk_write_per_day,
             "min_bytes": min_bytes,
             "compile": compile,
             "sanitize": sanitize,

@@ -53,6 +53,7 @@ class EbbtideCallback(TrainerCallback):
         blocks: Module paths of the blocks, in the model that is trained: with LoRA, in PEFT's.
         decide: Decisions to keep to, by pattern.
         planner: Which planner serves the budget.
+        disk_write_per_day: Most bytes that a day may write to disk.
         min_bytes: Smaller activations are never moved.
         compile: Compile each block.
         sanitize: Compare everything that comes back with what was saved.
@@ -76,6 +77,7 @@ class EbbtideCallback(TrainerCallback):
         blocks: str | Sequence[str] | None = None,
         decide: Mapping[str, str | Decision] | None = None,
         planner: str | None = None,
+        disk_write_per_day: str | int | None = None,
         min_bytes: int = MIN_BYTES,
         compile: bool | str = False,
         sanitize: bool = False,
@@ -90,6 +92,7 @@ class EbbtideCallback(TrainerCallback):
             "blocks": blocks,
             "decide": decide,
             "planner": planner,
+            "disk_write_per_day": disk_write_per_day,
             "min_bytes": min_bytes,
             "compile": compile,
             "sanitize": sanitize,

@@ -20,6 +20,7 @@ from ebbtide.planner.bound import closed_form_ns
 from ebbtide.planner.candidate import Found, lay_out_states
 from ebbtide.planner.caps import Caps
 from ebbtide.planner.chain import Chain, compile_chain
+from ebbtide.planner.endurance import most_bytes_in_step
 from ebbtide.planner.greedy import plan_greedily
 from ebbtide.planner.layout import Treatment
 from ebbtide.planner.named import MIN_BYTES
@@ -71,7 +72,8 @@ def plan_for_budget(
         machine: The links, and what the tiers can hold.
         budget_bytes: Most device memory at every moment of the step.
         host_bytes: Most pinned host memory of this rank. Default: its share of the machine's.
-        disk_bytes: Most bytes on disk. Default: the machine's.
+        disk_bytes: Most bytes on disk. Default: the machine's. What the machine lets be written
+            in a day holds too.
         planner: One of `BUDGET_PLANNERS`.
         decide: Decisions to keep to, by pattern over activation names.
         min_bytes: Smaller activations are never moved.
@@ -85,12 +87,16 @@ def plan_for_budget(
         raise PlanError(unknown_name_message("planner", planner, BUDGET_PLANNERS))
     if budget_bytes < 0:
         raise ValueError(f"budget_bytes is {budget_bytes}; it must be 0 or more")
+    chain = compile_chain(workload, resolve_pins(decide, workload))
+    disk_bytes = machine.disk_bytes if disk_bytes is None else disk_bytes
+    if machine.disk_write_bytes_per_day:
+        written = most_bytes_in_step(machine.disk_write_bytes_per_day, chain.base_ns)
+        disk_bytes = min(disk_bytes, written)
     caps = Caps(
         device_bytes=budget_bytes,
         host_bytes=machine.host_bytes_per_rank if host_bytes is None else host_bytes,
-        disk_bytes=machine.disk_bytes if disk_bytes is None else disk_bytes,
+        disk_bytes=disk_bytes,
     )
-    chain = compile_chain(workload, resolve_pins(decide, workload))
     solver = _Solver(workload, chain, machine, planner, min_bytes, time_limit_s)
     return solver.solve(caps)
 
@@ -245,6 +251,12 @@ class _Solver:
         )
         if shown:
             text += f" The rest of the step holds: {shown}."
+        daily = self._machine.disk_write_bytes_per_day
+        if daily and caps.disk_bytes == most_bytes_in_step(daily, self._chain.base_ns):
+            text += (
+                f" Not more than {format_bytes(caps.disk_bytes)} a step may go to disk, since a "
+                f"day may write {format_bytes(daily)}."
+            )
         held = outside.resident_bytes + outside.constant_bytes + outside.turn_bytes
         if held > caps.device_bytes >= held - outside.turn_bytes:
             text += (

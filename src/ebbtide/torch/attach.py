@@ -77,6 +77,7 @@ def attach(
     blocks: str | Sequence[str] | None = None,
     decide: Mapping[str, str | Decision] | None = None,
     planner: str | None = None,
+    disk_write_per_day: str | int | None = None,
     min_bytes: int = MIN_BYTES,
     compile: bool | str = False,
     sanitize: bool = False,
@@ -112,6 +113,9 @@ def attach(
         decide: With a budget: decisions to keep to, by pattern over activation names, such as
             `{"*.mlp.*": "RECOMPUTE"}`; later patterns win.
         planner: With a budget: one of `ebbtide.planner.BUDGET_PLANNERS`. Default: `lp`.
+        disk_write_per_day: With a budget and a disk: most bytes of this process that a day of
+            steps may write there, such as `"1.3TB"`, which one drive write per day (DWPD) is of
+            a disk of that size. Default: no limit.
         min_bytes: Activations of fewer bytes are never moved.
         compile: Compile each block, with what the plan recomputes as a part of the compiled
             backward: True, or a backend of `ebbtide.torch.variants.BACKENDS`. Each set of things
@@ -145,7 +149,11 @@ def attach(
             f"plan={name!r} and budget={budget!r} were both given; a budget makes the plan. "
             "Give one of them."
         )
-    for name, value in {"decide": decide, "planner": planner}.items():
+    for name, value in {
+        "decide": decide,
+        "planner": planner,
+        "disk_write_per_day": disk_write_per_day,
+    }.items():
         if budget is None and value is not None:
             raise ValueError(
                 f"{name}= was given without a budget, and only the planner for a budget takes it. "
@@ -154,7 +162,12 @@ def attach(
     wish = (
         None
         if budget is None
-        else _Wish(budget=budget, decide=decide, planner=planner or DEFAULT_PLANNER)
+        else _Wish(
+            budget=budget,
+            decide=decide,
+            planner=planner or DEFAULT_PLANNER,
+            written_bytes_per_day=_daily_bytes(disk_write_per_day, disk),
+        )
     )
     attachment = _Attachment(
         model, plan, wish, host, disk, disk_checksums, blocks, min_bytes, compile
@@ -162,6 +175,21 @@ def attach(
     tide = attachment.run(sanitize=sanitize or _is_set(SANITIZE_VARIABLE))
     _attached[model] = tide
     return tide
+
+
+def _daily_bytes(given: str | int | None, disk: str | Sequence[str] | None) -> int:
+    """Return the most bytes that a day may write to disk; 0: no limit."""
+    if given is None:
+        return 0
+    num_bytes = parse_bytes(given)
+    if not disk or not num_bytes:
+        raise ValueError(
+            f"disk_write_per_day={given!r} was given without a disk to write to. Give "
+            "disk='FOLDER:SIZE' beside it, or leave it out."
+            if num_bytes
+            else f"disk_write_per_day={given!r} lets nothing be written; leave disk= out instead."
+        )
+    return num_bytes
 
 
 def _is_set(variable: str) -> bool:
@@ -181,6 +209,7 @@ class _Wish:
     budget: str | int
     decide: Mapping[str, str | Decision] | None
     planner: str
+    written_bytes_per_day: int
 
 
 class Tide:
@@ -422,6 +451,7 @@ class _Attachment:
             decide=wish.decide,
             min_bytes=self._min_bytes,
             planner=wish.planner,
+            written_bytes_per_day=wish.written_bytes_per_day,
         )
 
     def run(self, *, sanitize: bool) -> Tide:

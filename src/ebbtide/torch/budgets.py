@@ -76,6 +76,7 @@ class BudgetPlanner:
         decide: Decisions to keep to, by pattern.
         min_bytes: Smaller activations never move.
         planner: One of `ebbtide.planner.BUDGET_PLANNERS`.
+        written_bytes_per_day: Most bytes that a day of steps may write to disk; 0: no limit.
 
     Raises:
         ValueError: The budget cannot be read.
@@ -91,8 +92,10 @@ class BudgetPlanner:
         decide: Mapping[str, str | Decision] | None,
         min_bytes: int,
         planner: str,
+        written_bytes_per_day: int = 0,
     ) -> None:
         self._machine: Machine | None = None
+        self._written_bytes_per_day = written_bytes_per_day
         self._device = device
         self._host_bytes = host_bytes
         self._disks = tuple(disks)
@@ -113,7 +116,11 @@ class BudgetPlanner:
             probed = probe_machine(self._device, disks=self._disks, num_bytes=self._probe_bytes())
             free = probed.host_bytes - int(probed.host_bytes * FREE_HOST_SHARE)
             host = free if self._host_bytes is None else self._host_bytes
-            self._machine = replace(probed, host_bytes=host if probed.host_bytes else 0)
+            self._machine = replace(
+                probed,
+                host_bytes=host if probed.host_bytes else 0,
+                disk_write_bytes_per_day=self._written_bytes_per_day,
+            )
         return self._machine
 
     def _probe_bytes(self) -> int:
