@@ -9,7 +9,8 @@ import transformers
 
 from ebbtide.block import Block
 from ebbtide.catalog.calls import make_block
-from ebbtide.catalog.layers import Form, Implementation, make_layer
+from ebbtide.catalog.form import Form, Implementation
+from ebbtide.catalog.layers import make_layer
 from ebbtide.catalog.models import MODELS
 from ebbtide.catalog.shapes import Shape
 from tests.corpus.shapes import RATES

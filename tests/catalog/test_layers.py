@@ -6,7 +6,8 @@ import pytest
 
 from ebbtide.block import Block
 from ebbtide.catalog.calls import make_block
-from ebbtide.catalog.layers import Attention, Form, Implementation, make_layer
+from ebbtide.catalog.form import Attention, Form, Implementation
+from ebbtide.catalog.layers import make_layer
 from ebbtide.catalog.models import MODELS
 from tests.corpus.shapes import RATES
 

@@ -1,6 +1,7 @@
 import pytest
 
-from ebbtide.catalog.layers import Form, Implementation, make_layer
+from ebbtide.catalog.form import Form, Implementation
+from ebbtide.catalog.layers import make_layer
 from ebbtide.catalog.maxtext import MAXTEXT_NAMES, maxtext_name, resolve_names
 from ebbtide.catalog.models import MODELS
 

@@ -17,7 +17,7 @@ from ebbtide.workload import Workload
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "workload.json"
 ROW_KEYS = {
     *("strategy", "status", "short_of", "step_s", "tflops_per_device", "mfu", "peak_gib"),
-    *("host_gib", "disk_gib", "holders_gib", "moved_gib"),
+    *("host_gib", "disk_gib", "holders_gib", "moved_gib", "collectives_s"),
 }
 STRATEGIES = ["keep", "remat", "offload-no-overlap", "offload", "ebbtide"]
 DEEPSEEK = ("deepseek-v3-671b", "--machine", "gb200-nvl72", "--context", "4096", "--batch", "2",
@@ -131,7 +131,36 @@ def test_the_report_has_a_table_a_picture_and_a_verdict_last() -> None:
     assert any(line.startswith("keep") and line.endswith("|") for line in lines)
     assert any("qkv_proj" in line and "attn.c_attn" in line for line in lines)
     assert lines[-1] == "verdict: everything fits: nothing has to be run again or moved"
-    assert any(line.startswith("assumed: collectives") for line in lines)
+    assert "assumed: one device: no collectives" in lines
+    assert not any(line.startswith("collectives of a step") for line in lines)
+
+
+def test_collectives_are_listed_and_what_is_assumed_of_them() -> None:
+    common = ("llama-3-8b", "--context", "4096", "--fsdp", "4", "--tp", "2")
+    finished = run(*common, "--machine", "h200-pcie5")
+    lines = finished.stdout.splitlines()
+    at = lines.index("collectives of a step, seconds, each alone")
+    assert lines[at + 1].split() == ["strategy", "tp", "fsdp"]
+    assert [line.split()[0] for line in lines[at + 2 : at + 7]] == STRATEGIES
+    rows = rows_of(run_json(*common, "--machine", "h200-pcie5"))
+    assert lines[at + 2].split()[1:] == [
+        f"{rows['keep']['collectives_s'][axis]:.3f}" for axis in ("tp", "fsdp")
+    ]
+    assert any(
+        line.startswith("assumed: collectives at 360 GB/s among 8 devices and 47 GB/s beyond")
+        for line in lines
+    )
+
+
+def test_of_a_machine_without_a_known_network_collectives_take_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "desk.json"
+    path.write_text(replace(find_machine("h200-pcie5"), name="desk").to_json())
+    common = ("llama-3-8b", "--context", "4096", "--tp", "2", "--tflops", "989.4")
+    answer = run_json(*common, "--machine", str(path))
+    assert any("the catalog knows no network of desk" in text for text in answer["assumptions"])
+    assert rows_of(answer)["keep"]["collectives_s"] == {}
+    known = rows_of(run_json(*common, "--machine", "h200-pcie5"))["keep"]
+    assert known["step_s"] > rows_of(answer)["keep"]["step_s"]
 
 
 def test_nothing_fits_is_status_3_and_says_what_it_is_short_of() -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ebbtide.catalog.calls import Rates, make_block
-from ebbtide.catalog.layers import Form, make_layer
+from ebbtide.catalog.form import Form
+from ebbtide.catalog.layers import make_layer
 from ebbtide.catalog.models import MODELS
 from ebbtide.catalog.ops import BF16_BYTES, FP32_BYTES
 from ebbtide.catalog.shapes import Family, Shape

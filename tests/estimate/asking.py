@@ -4,6 +4,7 @@ from ebbtide.budget import parse_budget
 from ebbtide.catalog.accelerators import ACCELERATORS
 from ebbtide.catalog.calls import Rates
 from ebbtide.catalog.machines import find_machine
+from ebbtide.catalog.networks import NETWORKS
 from ebbtide.estimate.setup import Setup
 from ebbtide.estimate.strategies import Estimator, Limits
 from ebbtide.machine import Machine
@@ -26,6 +27,7 @@ def ask(
     budget: str = "auto",
     names: list[str] | None = None,
     rates: Rates | None = None,
+    is_networked: bool = True,
 ) -> Estimator:
     """Return the estimator for a question on a machine of the catalog."""
     machine = machine or find_machine(name)
@@ -34,6 +36,7 @@ def ask(
         machine,
         ACCELERATORS[name],
         limits_of(machine, budget),
+        network=NETWORKS[name] if is_networked else None,
         names=names,
         rates=rates,
     )

@@ -6,6 +6,7 @@ from functools import cache
 from ebbtide.catalog.accelerators import ACCELERATORS, MATMUL_SHARE
 from ebbtide.catalog.calls import Rates
 from ebbtide.catalog.models import MODELS
+from ebbtide.catalog.networks import Axis
 from ebbtide.estimate.setup import Degrees, Setup
 from ebbtide.estimate.strategies import Row, Strategy
 from ebbtide.plan import Decision
@@ -49,8 +50,11 @@ def calibrated_rates() -> Rates:
     """Return rates that give the published throughput of remat: one factor on all of them."""
     published = PUBLISHED["remat"]
     assert published is not None
-    # A step without copies is as much faster as all rates are.
-    return _rates(published.tflops / _remat_tflops(1.0))
+    row = ask(ASSUMED, "gb200-nvl72", rates=_rates(1.0)).row(Strategy.REMAT)
+    # A step without copies is as much faster as all rates are, but for what waits for experts.
+    waited_s = row.collectives[Axis.EXPERT] / 1e9
+    flops = row.flops_per_s * row.step_ns / 1e9
+    return _rates((row.step_ns / 1e9 - waited_s) / (flops / published.tflops / 1e12 - waited_s))
 
 
 @cache
@@ -66,10 +70,6 @@ def make_rows() -> dict[str, Row]:
         "kept, batch 256": quarter.row_by_names(Strategy.OFFLOAD, Decision.KEEP),
         "kept, batch 1024": full.row_by_names(Strategy.OFFLOAD, Decision.KEEP),
     }
-
-
-def _remat_tflops(factor: float) -> float:
-    return ask(ASSUMED, "gb200-nvl72", rates=_rates(factor)).row(Strategy.REMAT).flops_per_s / 1e12
 
 
 def _rates(factor: float) -> Rates:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from ebbtide.catalog.accelerators import ACCELERATORS
 from ebbtide.catalog.calls import make_block
-from ebbtide.catalog.layers import Attention, Form, Implementation, make_layer
+from ebbtide.catalog.form import Attention, Form, Implementation
+from ebbtide.catalog.layers import make_layer
 from ebbtide.catalog.machines import find_machine
 from ebbtide.catalog.models import MODELS
 from ebbtide.estimate.breakeven import break_even

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ebbtide.catalog.accelerators import ACCELERATORS
-from ebbtide.catalog.layers import Implementation
+from ebbtide.catalog.form import Implementation
 from ebbtide.catalog.models import MODELS
 from ebbtide.estimate.resident import resident_of, stages_of
 from ebbtide.estimate.setup import Degrees, Optimizer, Setup

@@ -4,10 +4,12 @@ What is not modelled: launches, allocator rounding, gradients of weights beside 
 resident, and time that a kernel loses on small inputs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
 
 from ebbtide.block import NEVER_REPLAYED, Activation, BackwardEvent, Block, OpKind
+from ebbtide.catalog.networks import Axis
 
 INPUT = ".input"
 
@@ -22,6 +24,8 @@ class Rates:
     """In fused attention."""
     moved_bytes_per_ns: int
     """Of its memory, in ops that are limited by the bytes that they move."""
+    sent_bytes_per_ns: Mapping[Axis, float] = field(default_factory=dict[Axis, float])
+    """To other ranks, by who they are; what is not in it takes no time."""
 
     def flops_ns(self, flops: int) -> int:
         """Return the time of matrix products, rounded up."""
@@ -34,6 +38,25 @@ class Rates:
     def moved_ns(self, num_bytes: int) -> int:
         """Return the time of reading and writing so many bytes, rounded up."""
         return -(-num_bytes // self.moved_bytes_per_ns)
+
+    def sent_ns(self, axis: Axis, num_bytes: int) -> int:
+        """Return the time of sending so many bytes to these ranks, rounded up."""
+        rate = self.sent_bytes_per_ns.get(axis)
+        return ceil(num_bytes / rate) if rate else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What a call sends to other ranks: bytes of one rank, none of which stay where they are."""
+
+    axis: Axis
+    """To whom."""
+    forward_bytes: int
+    """In forward."""
+    backward_bytes: int
+    """In backward."""
+    is_beside: bool = False
+    """It runs beside the call's own work, as in ring attention; else the call waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +95,10 @@ class Call:
     """Its backward hands on the gradient of its output, and computes nothing."""
     is_frozen: bool = False
     """A product with weights that are not trained: backward makes the input's gradient alone."""
+    exchanges: tuple[Exchange, ...] = ()
+    """With other ranks, as part of it."""
+    is_kept_from_rerun: bool = False
+    """To run it again would be a collective again, which ebbtide never does (design rule 9)."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -130,7 +157,7 @@ def make_blocks(
                     num_bytes=num_bytes[local],
                     inputs=tuple([name + read for read in call.reads]),
                     is_saved=local in saved,
-                    is_replayable=call.kind not in NEVER_REPLAYED,
+                    is_replayable=call.kind not in NEVER_REPLAYED and not call.is_kept_from_rerun,
                     group=name + call.name,
                     make_ns=ns,
                 )
@@ -155,10 +182,19 @@ def _forward_ns(call: Call, num_bytes: dict[str, int], rates: Rates) -> int:
     if call.kind is OpKind.INPUT:
         return 0
     if call.kind is OpKind.ATTENTION and call.flops:
-        return rates.attention_ns(call.flops)
-    if call.flops:
-        return rates.flops_ns(call.flops)
-    return rates.moved_ns(sum(num_bytes[name] for name in (*call.reads, *call.names)))
+        own_ns = rates.attention_ns(call.flops)
+    elif call.flops:
+        own_ns = rates.flops_ns(call.flops)
+    else:
+        own_ns = rates.moved_ns(sum(num_bytes[name] for name in (*call.reads, *call.names)))
+    for exchange in call.exchanges:
+        own_ns = _with(own_ns, exchange, exchange.forward_bytes, rates)
+    return own_ns
+
+
+def _with(own_ns: int, exchange: Exchange, num_bytes: int, rates: Rates) -> int:
+    sent_ns = rates.sent_ns(exchange.axis, num_bytes)
+    return max(own_ns, sent_ns) if exchange.is_beside else own_ns + sent_ns
 
 
 def _make_backward(
@@ -197,6 +233,8 @@ def _make_backward(
         else:
             asked = sum(num_bytes[name] for name in call.uses)
             compute_ns = rates.moved_ns(given + asked + made + added)
+        for exchange in call.exchanges:
+            compute_ns = _with(compute_ns, exchange, exchange.backward_bytes, rates)
         events.append(
             BackwardEvent(
                 uses=call.uses,

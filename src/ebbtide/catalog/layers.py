@@ -12,13 +12,13 @@ Attention may also be `matrix`, as before flash attention: scores and their soft
 
 # T tokens, D model width, F width of the MLP, A heads, E experts
 
-import enum
 from dataclasses import dataclass
 
 from ebbtide.block import OpKind
 from ebbtide.catalog.calls import INPUT, Call, Output
+from ebbtide.catalog.exchanges import pass_round, send_to_experts, spread, sum_up
+from ebbtide.catalog.form import Attention, Form, Implementation
 from ebbtide.catalog.ops import (
-    BF16_BYTES,
     FP32_BYTES,
     INT64_BYTES,
     make_attention,
@@ -31,58 +31,6 @@ from ebbtide.catalog.ops import (
     make_sum,
 )
 from ebbtide.catalog.shapes import Family, Shape
-
-
-@enum.unique
-class Implementation(enum.Enum):
-    """Who runs a layer."""
-
-    FUSED = "fused"
-    """Fused kernels, as formulas count."""
-    EAGER = "eager"
-    """Hugging Face's modules, op by op."""
-    COMPILED = "compiled"
-    """The same modules, each block compiled."""
-
-
-@enum.unique
-class Attention(enum.Enum):
-    """How attention is computed."""
-
-    FLASH = "flash"
-    """Fused; no scores are kept."""
-    MATRIX = "matrix"
-    """Scores and softmax in full, with no share of them left out by the mask."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How a layer is run on one device."""
-
-    tokens: int
-    """Of one micro-batch on this device."""
-    context: int
-    """Tokens of a sequence, on however many devices it is."""
-    implementation: Implementation = Implementation.FUSED
-    """Who runs it."""
-    attention: Attention = Attention.FLASH
-    """How."""
-    width_bytes: int = BF16_BYTES
-    """Of an activation's element."""
-    tensor_parallel: int = 1
-    """Ranks that split matrices and heads."""
-    is_sequence_parallel: bool = False
-    """Those ranks also split the tokens of what they would all hold."""
-    lora_rank: int = 0
-    """Of adapters on all linear layers but routers and routed experts; 0: all is trained."""
-    is_rerun: bool = False
-    """Random ops and routing may be run again: what runs them restores the random state, as
-    `torch.utils.checkpoint` and `jax.checkpoint` do. ebbtide itself never does."""
-
-    @property
-    def shared_tokens(self) -> int:
-        """Tokens of what tensor-parallel ranks do not split by heads or width."""
-        return self.tokens // (self.tensor_parallel if self.is_sequence_parallel else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +65,7 @@ class Builder:
         self.shape, self.form = shape, form
         self.calls: list[Call] = []
         self.lora_parameters = 0
+        self._gathered: set[str] = set()
 
     def build(self, layer: int) -> None:
         """Collect the calls of one layer."""
@@ -252,6 +201,8 @@ class Builder:
             output_tokens=given,
             is_frozen=bool(rank),
         )
+        if is_split:
+            product = sum_up(product, form, M) if row else self._spread(product, source, N)
         if not rank:
             self.calls.append(product)
             return
@@ -281,18 +232,23 @@ class Builder:
         if form.attention is Attention.MATRIX:
             self._matrix_attention(name, sources, query_width // t, value_width // t)
             return
-        self.calls.append(
-            make_attention(
-                name,
-                sources,
-                form.tokens,
-                heads=A,
-                query_width=query_width // t,
-                value_width=value_width // t,
-                width_bytes=form.width_bytes,
-                context=self._keys_seen(),
-            )
+        call = make_attention(
+            name,
+            sources,
+            form.tokens,
+            heads=A,
+            query_width=query_width // t,
+            value_width=value_width // t,
+            width_bytes=form.width_bytes,
+            context=self._keys_seen(),
         )
+        self.calls.append(pass_round(call, form, self.shape))
+
+    def _spread(self, call: Call, source: str, N: int) -> Call:
+        """Add what it takes that all tensor-parallel ranks read `source`; the first reader pays."""
+        is_first = source not in self._gathered
+        self._gathered.add(source)
+        return spread(call, self.form, N, is_first=is_first)
 
     def _keys_seen(self) -> int:
         """Keys that a query meets, twice the mean of those that the mask leaves."""
@@ -308,17 +264,16 @@ class Builder:
         num_scores = T * form.context * (self.shape.heads // form.tensor_parallel)
         scores, weights = name + ".scores", name + ".softmax"
         keys, values = sources[:2], sources[-1:]
-        self.calls.append(
-            Call(
-                name=scores,
-                op="aten.bmm",
-                kind=OpKind.MATMUL,
-                reads=keys,
-                outputs=(Output(num_bytes=num_scores * form.width_bytes),),
-                uses=keys,
-                flops=2 * T * form.context * query_width,
-            )
+        product = Call(
+            name=scores,
+            op="aten.bmm",
+            kind=OpKind.MATMUL,
+            reads=keys,
+            outputs=(Output(num_bytes=num_scores * form.width_bytes),),
+            uses=keys,
+            flops=2 * T * form.context * query_width,
         )
+        self.calls.append(pass_round(product, form, self.shape))
         self.elementwise(weights, (scores,), num_scores, op="aten._softmax", uses=(weights,))
         if self.shape.family is Family.GPT2:
             self._dropout(name + ".attn_dropout", weights, num_scores, 1)
@@ -457,9 +412,17 @@ class Builder:
             )
         )
         indices = ".mlp.topk:indices"
-        self.elementwise(
-            ".mlp.dispatch", (source, indices), T * R * D, op="aten.index_select", uses=(indices,)
+        dispatch = make_elementwise(
+            ".mlp.dispatch",
+            (source, indices),
+            T * R * D,
+            op="aten.index_select",
+            uses=(indices,),
+            width_bytes=form.width_bytes,
         )
+        routed_bytes = T * R * D * form.width_bytes
+        dispatch = self._spread(dispatch, source, D)
+        self.calls.append(send_to_experts(dispatch, form, routed_bytes))
         at, grouped = ".mlp.experts", "aten._grouped_mm"
 
         def product(name: str, read: str, N: int, M: int) -> None:
@@ -482,13 +445,15 @@ class Builder:
         shared = ()
         if experts.shared_ffn:
             shared = (self.mlp(".mlp.shared_experts", source, experts.shared_ffn),)
-        self.elementwise(
+        combine = make_elementwise(
             ".mlp.combine",
             (*shared, f"{at}.down_proj", indices),
             form.shared_tokens * D,
             op="aten.index_add",
             uses=(indices,),
+            width_bytes=form.width_bytes,
         )
+        self.calls.append(send_to_experts(sum_up(combine, form, D), form, routed_bytes))
         return ".mlp.combine"
 
 

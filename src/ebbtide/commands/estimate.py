@@ -12,7 +12,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ebbtide.catalog.layers import Attention, Implementation
+from ebbtide.catalog.form import Attention, Implementation
+from ebbtide.catalog.networks import NETWORKS
 from ebbtide.commands.arguments import check_planner, read_budget, read_host, read_machine
 from ebbtide.commands.arguments import read_workload as read_measured
 from ebbtide.commands.estimate_arguments import (
@@ -221,6 +222,7 @@ class _Task:
             machine,
             read_accelerator(self.machine, self.tflops),
             self.limits,
+            network=NETWORKS.get(self.machine.name),
             names=self.names,
             planner=self.planner,
             measured=self.measured,

@@ -59,6 +59,7 @@ def describe_row(row: Row, peak_flops_per_s: int) -> dict[str, object]:
         "host_gib": row.host_bytes / GIB,
         "disk_gib": row.disk_bytes / GIB,
         "holders_gib": {name: num_bytes / GIB for name, num_bytes in row.holders.items()},
+        "collectives_s": {axis.value: ns / 1e9 for axis, ns in row.collectives.items()},
         "moved_gib": {n.lstrip(".:"): num_bytes / GIB for n, num_bytes in row.moved.items()},
     }
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ebbtide.catalog.maxtext import maxtext_name
+from ebbtide.catalog.networks import Axis
 from ebbtide.commands.columns import align_columns
 from ebbtide.estimate.answer import Answer
 from ebbtide.estimate.breakeven import BreakEven
@@ -57,6 +58,7 @@ def write_answer(answer: Answer) -> Iterator[str]:
             ),
         ]
     )
+    yield from _collectives(answer)
     yield ""
     yield from _picture(answer)
     yield ""
@@ -122,6 +124,25 @@ def _cells(row: Row, answer: Answer) -> tuple[str, ...]:
         f"{row.peak_bytes / GIB:.1f}",
         f"{row.host_bytes / GIB:.1f}",
         f"{row.disk_bytes / GIB:.1f}",
+    )
+
+
+def _collectives(answer: Answer) -> Iterator[str]:
+    """Yield what collectives take under each plan, if there are any."""
+    axes = [axis for axis in Axis if any(axis in row.collectives for row in answer.rows)]
+    if not axes:
+        return
+    yield ""
+    yield "collectives of a step, seconds, each alone"
+    yield from align_columns(
+        [
+            ("strategy", *(axis.value for axis in axes)),
+            *(
+                (row.strategy.value, *(f"{row.collectives.get(a, 0) / 1e9:.3f}" for a in axes))
+                for row in answer.rows
+                if row.step_ns
+            ),
+        ]
     )
 
 

@@ -87,13 +87,30 @@ def _per_layer(estimator: Estimator) -> dict[str, dict[str, int]]:
     return kinds
 
 
+def _about_collectives(estimator: Estimator) -> str:
+    setup, network = estimator.setup, estimator.network
+    if setup.degrees.num_devices == 1:
+        return "one device: no collectives"
+    if network is None:
+        return (
+            f"collectives take no time, since the catalog knows no network of "
+            f"{estimator.machine.name}; their buffers are counted"
+        )
+    return (
+        f"collectives at {network.reached_inner_bytes_per_ns:.0f} GB/s among {network.domain} "
+        f"devices and {network.reached_outer_bytes_per_ns:.0f} GB/s beyond, shares of published "
+        "links, without latency; tp, ep and pp are waited for; fsdp, cp and dp run beside compute "
+        f"and count where they take longer ({network.source.rstrip('.')})"
+    )
+
+
 def _assumptions(estimator: Estimator) -> tuple[str, ...]:
     setup, rates = estimator.setup, estimator.rates
     found = [
         f"products at {rates.flops_per_ns / 1e3:.0f} TFLOP/s, attention at "
         f"{rates.attention_flops_per_ns / 1e3:.0f}, other ops at "
         f"{rates.moved_bytes_per_ns / 1e3:g} TB/s: shares of published peaks, fitted on an H200",
-        "collectives and the pipeline's transfers are hidden; their buffers are counted",
+        _about_collectives(estimator),
         "gradients are there all through the step, and the allocator loses nothing",
         MEASURED_ERROR,
     ]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from ebbtide.block import Block
 from ebbtide.catalog.calls import Rates, make_block
-from ebbtide.catalog.layers import Implementation, make_layer
+from ebbtide.catalog.form import Implementation
+from ebbtide.catalog.layers import make_layer
 from ebbtide.estimate.setup import MOST_TOKENS, Setup
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision

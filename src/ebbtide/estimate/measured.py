@@ -27,7 +27,7 @@ def scale_measured(
             layers, which a run does not tell.
     """
     degrees = setup.degrees
-    for name in ("tp", "cp", "pp"):
+    for name in ("tp", "cp", "ep", "pp"):
         if getattr(degrees, name) > 1:
             raise ValueError(
                 f"--{name} {getattr(degrees, name)} with --workload: a measured run does not tell "

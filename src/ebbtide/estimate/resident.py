@@ -10,6 +10,7 @@ Exact for the rules below, each of which some library follows; others lay things
   micro-batch on.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbtide.catalog.layers import make_layer
@@ -93,25 +94,47 @@ def stages_of(setup: Setup) -> tuple[Stage, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """Parameters of a tensor-parallel rank, before FSDP and expert parallelism share them out."""
+
+    dense: int
+    """But for routed experts."""
+    experts: int = 0
+    """Routed experts, of all expert-parallel ranks."""
+
+
+def layers_of(setup: Setup, stage: Stage) -> tuple[Whole, ...]:
+    """Return the parameters of each layer of a stage."""
+    layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
+    return tuple(_whole(setup, setup.shape.layer_parameters(i)) for i in layers)
+
+
+def ends_of(setup: Setup, stage: Stage) -> int:
+    """Return the parameters of a stage that are in no layer."""
+    shape, tp = setup.shape, setup.degrees.tp
+    ends = 0
+    if stage.has_embedding:
+        ends += _share(shape.embedding_parameters, tp)
+    if stage.has_head:
+        # A tied head on a stage of its own needs the embedding there as well.
+        is_copy = shape.is_tied and not stage.has_embedding
+        head = shape.vocab * shape.hidden if is_copy else shape.head_parameters
+        ends += _share(head, tp) + shape.norm_parameters
+    return ends
+
+
 def resident_of(setup: Setup, stage: Stage) -> Resident:
     """Return what a device of the stage holds all through a step."""
     degrees, shape = setup.degrees, setup.shape
     width = setup.dtype.width_bytes
     layers = range(stage.first_layer, stage.first_layer + stage.num_layers)
-    whole = [_whole(setup, shape.layer_parameters(i)) for i in layers]
+    whole = layers_of(setup, stage)
     num_parameters = 0
-    for dense, experts in whole:
-        num_parameters += _share(dense, degrees.num_shards)
-        num_parameters += _share(experts, degrees.num_expert_shards)
-    ends = 0
-    if stage.has_embedding:
-        ends += _share(shape.embedding_parameters, degrees.tp)
-    if stage.has_head:
-        # A tied head on a stage of its own needs the embedding there as well.
-        is_copy = shape.is_tied and not stage.has_embedding
-        head = shape.vocab * shape.hidden if is_copy else shape.head_parameters
-        ends += _share(head, degrees.tp) + shape.norm_parameters
-    num_parameters += _share(ends, degrees.num_shards)
+    for layer in whole:
+        num_parameters += _share(layer.dense, degrees.num_shards)
+        num_parameters += _share(layer.experts, degrees.num_expert_shards)
+    num_parameters += _share(ends_of(setup, stage), degrees.num_shards)
     num_trained = num_parameters
     if setup.lora_rank:
         form = setup.form(is_rerun=False)
@@ -122,7 +145,7 @@ def resident_of(setup: Setup, stage: Stage) -> Resident:
         weights=width * num_parameters,
         gradients=width * num_trained,
         optimizer=optimizer_bytes(setup.optimizer, setup.dtype) * num_trained,
-        communication=_communication(setup, stage, max(sum(parts) for parts in whole)),
+        communication=_communication(setup, whole),
         num_parameters=num_parameters,
         num_trained=num_trained,
     )
@@ -140,25 +163,22 @@ def optimizer_bytes(optimizer: Optimizer, dtype: Dtype) -> int:
     }[optimizer]
 
 
-def _whole(setup: Setup, parameters: Parameters) -> tuple[int, int]:
-    """Return a layer's parameters on a device when FSDP has gathered it: all else, and experts."""
+def _whole(setup: Setup, parameters: Parameters) -> Whole:
     tp = setup.degrees.tp
-    dense = _share(parameters.split, tp) + parameters.copied
-    return dense, _share(parameters.experts, tp)
+    return Whole(
+        dense=_share(parameters.split, tp) + parameters.copied,
+        experts=_share(parameters.experts, tp),
+    )
 
 
-def _communication(setup: Setup, stage: Stage, largest_layer: int) -> int:
+def _communication(setup: Setup, whole: Sequence[Whole]) -> int:
     degrees, shape = setup.degrees, setup.shape
     width = setup.dtype.width_bytes
     stream_bytes = setup.tokens * shape.hidden * width
     num_bytes = 0
     if degrees.num_shards > 1:
         # A rank never gathers the experts of other expert-parallel ranks.
-        experts = max(
-            _whole(setup, shape.layer_parameters(i))[1]
-            for i in range(stage.first_layer, stage.first_layer + stage.num_layers)
-        )
-        gathered = largest_layer - experts + _share(experts, degrees.ep)
+        gathered = max(layer.dense + _share(layer.experts, degrees.ep) for layer in whole)
         num_bytes += 2 * gathered * width
         if not setup.lora_rank:
             num_bytes += gathered * width

@@ -3,7 +3,7 @@
 import enum
 from dataclasses import dataclass, field, fields
 
-from ebbtide.catalog.layers import Attention, Form, Implementation
+from ebbtide.catalog.form import Attention, Form, Implementation
 from ebbtide.catalog.ops import BF16_BYTES, FP32_BYTES
 from ebbtide.catalog.shapes import Family, Shape
 
@@ -231,6 +231,8 @@ class Setup:
             width_bytes=self.dtype.width_bytes,
             tensor_parallel=self.degrees.tp,
             is_sequence_parallel=self.degrees.sp,
+            context_parallel=self.degrees.cp,
+            expert_parallel=self.degrees.ep,
             lora_rank=self.lora_rank,
             is_rerun=is_rerun,
         )

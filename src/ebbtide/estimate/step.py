@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from ebbtide.block import Block
 from ebbtide.catalog.calls import Rates, make_blocks
-from ebbtide.catalog.layers import Implementation, make_layer
+from ebbtide.catalog.form import Implementation
+from ebbtide.catalog.layers import make_layer
 from ebbtide.catalog.ops import FP32_BYTES
 from ebbtide.catalog.shapes import Family
 from ebbtide.estimate.resident import Resident, Stage

@@ -8,8 +8,10 @@ from functools import cached_property
 from ebbtide.catalog.accelerators import Accelerator
 from ebbtide.catalog.calls import Rates
 from ebbtide.catalog.maxtext import resolve_names
+from ebbtide.catalog.networks import Axis, Network
 from ebbtide.catalog.shapes import Family
 from ebbtide.check import check_plan
+from ebbtide.estimate.collectives import Between, between_layers, in_layers_ns, with_network
 from ebbtide.estimate.measured import scale_measured
 from ebbtide.estimate.named import plan_by_names
 from ebbtide.estimate.resident import Resident, Stage, resident_of, stages_of
@@ -99,6 +101,8 @@ class Row:
     """What the peak is made of."""
     moved: Mapping[str, int]
     """Local name of what leaves the device, to bytes of all layers."""
+    collectives: Mapping[Axis, int]
+    """What those of a step take, in ns, each alone; empty if there are none, or no plan."""
     timeline: Timeline | None
     """Of one micro-batch; None if there is no plan."""
 
@@ -111,6 +115,7 @@ class Estimator:
         machine: What can be held and copied.
         accelerator: What can be computed.
         limits: Of memory.
+        network: What joins the devices; None: collectives take no time.
         names: What is offloaded by name, in MaxText's words or ours; None: `DEFAULT_NAMES`.
         rates: What is reached; None: what is assumed of the accelerator.
         planner: Of ebbtide's plan, one of `BUDGET_PLANNERS`.
@@ -127,6 +132,7 @@ class Estimator:
         accelerator: Accelerator,
         limits: Limits,
         *,
+        network: Network | None = None,
         names: Sequence[str] | None = None,
         rates: Rates | None = None,
         planner: str = DEFAULT_PLANNER,
@@ -139,7 +145,9 @@ class Estimator:
                 f"--dtype {setup.dtype.value}: {machine.name} computes no products in it; give "
                 "--dtype bf16"
             )
-        self.rates = rates or accelerator.rates(setup.dtype.value)
+        self.network = network
+        rates = rates or accelerator.rates(setup.dtype.value)
+        self.rates = rates if network is None else with_network(rates, setup.degrees, network)
         self.planner, self.measured = planner, measured
         self.stages = stages_of(setup)
         self.names = self._resolve(names)
@@ -176,9 +184,10 @@ class Estimator:
 
     @cached_property
     def _rerun_workloads(self) -> tuple[Workload, ...]:
-        shape = self.setup.shape
-        if shape.family is not Family.GPT2 and shape.experts is None:
-            return self.workloads  # No random op, and nothing is routed.
+        shape, degrees = self.setup.shape, self.setup.degrees
+        is_pure = shape.family is not Family.GPT2 and shape.experts is None
+        if is_pure and degrees.tp == degrees.cp == 1:
+            return self.workloads  # No random op, nothing is routed or sent.
         return self._make(is_rerun=True)
 
     def _make(self, *, is_rerun: bool) -> tuple[Workload, ...]:
@@ -214,9 +223,13 @@ class Estimator:
             for plan, workload, stage in zip(plans, workloads, self.stages, strict=True)
         ]
         worst = max(range(len(parts)), key=lambda i: parts[i].peak_bytes)
-        slowest = max(parts, key=lambda part: part.micro_batch_ns)
         accumulate, pp = self.setup.accumulate, self.setup.degrees.pp
-        step_ns = slowest.micro_batch_ns * (accumulate + pp - 1) + self._update_ns()
+        taken = [
+            between.step_ns(part.micro_batch_ns, accumulate, pp)
+            for part, between in zip(parts, self._between, strict=True)
+        ]
+        slowest = max(range(len(parts)), key=lambda i: taken[i])
+        step_ns = taken[slowest] + self._update_ns()
         host = max(plan.host_bytes for plan in plans)
         disk = max(plan.disk_bytes for plan in plans)
         short = self._short(parts[worst].peak_bytes, host, disk)
@@ -231,8 +244,28 @@ class Estimator:
             disk_bytes=disk,
             holders=self._holders(plans[worst], workloads[worst], worst),
             moved=_moved(plans[worst], workloads[worst]),
-            timeline=slowest.timeline,
+            collectives=self._collectives(plans[slowest], workloads[slowest], slowest),
+            timeline=parts[slowest].timeline,
         )
+
+    @cached_property
+    def _between(self) -> tuple[Between, ...]:
+        return tuple(
+            between_layers(self.setup, stage, resident, self.network)
+            for stage, resident in zip(self.stages, self.residents, strict=True)
+        )
+
+    def _collectives(self, plan: Plan, workload: Workload, stage: int) -> dict[Axis, int]:
+        """Return what all collectives of a step take in one stage."""
+        between, found = self._between[stage], dict[Axis, int]()
+        if self.measured is None:
+            of_stage = self.stages[stage]
+            found.update(in_layers_ns(self.setup, of_stage, self.rates, plan, workload))
+        found[Axis.SHARDS] = between.shards_ns
+        found[Axis.STAGES] = between.stages_ns
+        found = {axis: self.setup.accumulate * ns for axis, ns in found.items()}
+        found[Axis.COPIES] = between.copies_ns
+        return {axis: found[axis] for axis in Axis if found.get(axis)}
 
     def rows(self) -> tuple[Row, ...]:
         """Return all strategies."""
@@ -336,6 +369,7 @@ def _no_plan(strategy: Strategy, reason: str, smallest: int) -> Row:
         disk_bytes=0,
         holders={},
         moved={},
+        collectives={},
         timeline=None,
     )
 
