@@ -89,7 +89,7 @@ def test_the_picture_has_both_curves(tmp_path: Path, points: tuple[SweepPoint, .
 def test_a_picture_without_matplotlib_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, points: tuple[SweepPoint, ...]
 ) -> None:
-    monkeypatch.setattr("ebbtide.sweep_plot.find_spec", lambda _: None)
+    monkeypatch.setattr("ebbtide.drawing.find_spec", lambda _: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'ebbtide\[report\]'"):
         draw_sweep(points, tmp_path / "sweep.png", title="none")
     assert not (tmp_path / "sweep.png").exists()

@@ -152,6 +152,17 @@ def test_collectives_are_listed_and_what_is_assumed_of_them() -> None:
     )
 
 
+def test_a_picture_is_written_of_an_answer_and_of_a_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    common = ("gpt2", "--machine", "rtx4090", "--context", "512", "--layers", "2")
+    for extra in ((), ("--what-if", "batch=1,2")):
+        path = tmp_path / f"{len(extra)}.png"
+        finished = run(*common, *extra, "--picture", str(path))
+        assert finished.exit_code == ExitCode.DONE
+        assert finished.stderr == f"ebbtide estimate: wrote {path}\n"
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
 def test_of_a_machine_without_a_known_network_collectives_take_no_time(tmp_path: Path) -> None:
     path = tmp_path / "desk.json"
     path.write_text(replace(find_machine("h200-pcie5"), name="desk").to_json())
@@ -277,6 +288,9 @@ def test_a_disk_takes_what_the_host_has_no_room_for() -> None:
         (["gpt2", "--max", "batch", "--what-if", "batch"], "one question at a time"),
         (["gpt2", "--max", "batch", "--offload", "context"], "--offload was given with --max"),
         (["gpt2", "--max", "batch", "--planner", "lp"], "--planner was given with --max batch"),
+        (["gpt2", "--max", "batch", "--picture", "a.png"], "--picture was given with --max"),
+        (["gpt2", "--picture", "a.jpg"], "--picture a.jpg: a PNG is written"),
+        (["gpt2", "--picture", "/nowhere/a.png"], "there is no folder /nowhere"),
         (["gpt2", "--max", "batch", "--disk", "1TiB"], "--disk was given with --max batch"),
         (["gpt2", "--layers", "99999999"], "more than 10000 are taken for a typing error"),
         (["gpt2", "--dp", "99999999"], "more than 10000000 are taken for a typing error"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json as json_text
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,13 @@ import typer
 
 from ebbtide.catalog.form import Attention, Implementation
 from ebbtide.catalog.networks import NETWORKS
-from ebbtide.commands.arguments import check_planner, read_budget, read_host, read_machine
+from ebbtide.commands.arguments import (
+    check_folder,
+    check_planner,
+    read_budget,
+    read_host,
+    read_machine,
+)
 from ebbtide.commands.arguments import read_workload as read_measured
 from ebbtide.commands.estimate_arguments import (
     read_accelerator,
@@ -27,8 +33,10 @@ from ebbtide.commands.estimate_arguments import (
 )
 from ebbtide.commands.estimate_json import describe_answer, describe_largest, describe_sweep
 from ebbtide.commands.estimate_report import write_answer, write_largest, write_sweep
+from ebbtide.drawing import check_picture
 from ebbtide.errors import ExitCode
 from ebbtide.estimate.answer import Answer, make_answer
+from ebbtide.estimate.picture import NEEDED_BY, draw_answer, draw_swept
 from ebbtide.estimate.search import Largest, find_largest
 from ebbtide.estimate.setup import Degrees, Dtype, Optimizer, Setup
 from ebbtide.estimate.strategies import DEFAULT_PLANNER, Estimator, Limits
@@ -136,6 +144,12 @@ def estimate(
             metavar="AXIS[=VALUES]", help="Sweep context, batch or bandwidth (factors of it)."
         ),
     ] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.png", help="Also draw peaks by holder, or with --what-if step times."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Estimate what training takes: step time, memory by holder, and what should be moved.
@@ -143,7 +157,7 @@ def estimate(
     Memory is arithmetic; time is a model. Exit status 2: misuse. 3: no strategy fits.
     """
     try:
-        unused = {"--offload": offload, "--planner": planner, "--disk": disk}
+        unused = {"--offload": offload, "--planner": planner, "--disk": disk, "--picture": picture}
         _refuse_combinations(largest, what_if, unused)
         measured_too = {
             "--implementation": implementation != Implementation.FUSED.value,
@@ -153,6 +167,9 @@ def estimate(
         }
         _refuse_beside_workload(workload, what_if, measured_too)
         check_planner(planner or DEFAULT_PLANNER)
+        if picture is not None:
+            check_folder("--picture", picture)
+            check_picture("--picture", picture, NEEDED_BY)
         shape = read_model(model)
         if layers is not None:
             if layers < 1:
@@ -185,6 +202,7 @@ def estimate(
             names=read_names(offload),
             planner=planner or DEFAULT_PLANNER,
             measured=None if workload is None else read_measured(workload),
+            picture=picture,
         )
         with _no_collection():
             _run(task, largest, what_if, is_json=json)
@@ -215,6 +233,7 @@ class _Task:
     names: list[str] | None
     planner: str
     measured: Workload | None
+    picture: Path | None
 
     def estimator(self, setup: Setup, machine: Machine) -> Estimator:
         return Estimator(
@@ -284,6 +303,7 @@ def _run(task: _Task, largest: str | None, what_if: str | None, *, is_json: bool
             _print_json(describe_sweep(axis, points))
         else:
             _print(write_sweep(axis, points))
+        _draw(task.picture, lambda path: draw_swept(axis, points, path))
         _end_if(all(a.verdict.advice is Advice.TOO_LARGE for _, a in points))
     else:
         answer = make_answer(estimator)
@@ -291,7 +311,20 @@ def _run(task: _Task, largest: str | None, what_if: str | None, *, is_json: bool
             _print_json(describe_answer(answer))
         else:
             _print(write_answer(answer))
+        _draw(task.picture, lambda path: draw_answer(answer, path))
         _end_if(answer.verdict.advice is Advice.TOO_LARGE)
+
+
+def _draw(path: Path | None, draw: Callable[[Path], None]) -> None:
+    if path is None:
+        return
+    try:
+        draw(path)
+    except OSError as error:
+        raise ValueError(
+            f"--picture {path}: the file cannot be written ({error.strerror}); name another"
+        ) from error
+    typer.echo(f"ebbtide estimate: wrote {path}", err=True)
 
 
 def _any(found: Largest) -> bool:

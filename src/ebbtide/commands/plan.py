@@ -30,6 +30,7 @@ from ebbtide.commands.check_report import write_check
 from ebbtide.commands.plan_json import describe_check, describe_outcome, describe_sweep
 from ebbtide.commands.plan_report import write_report
 from ebbtide.commands.sweep_report import write_sweep
+from ebbtide.drawing import check_picture
 from ebbtide.errors import ExitCode, PlanError
 from ebbtide.machine import Machine
 from ebbtide.plan import Plan
@@ -37,7 +38,7 @@ from ebbtide.planner.pins import resolve_pins
 from ebbtide.planner.result import Code
 from ebbtide.planner.solve import BUDGET_PLANNERS, plan_for_budget
 from ebbtide.sweep import sweep_budgets
-from ebbtide.sweep_plot import check_can_draw, draw_sweep
+from ebbtide.sweep_plot import NEEDED_BY, draw_sweep
 from ebbtide.workload import Workload
 
 DEFAULT_PLANNER = "lp"
@@ -214,9 +215,7 @@ def _refuse_combinations(options: _Options) -> None:
             f"--plot {options.plot} was given without --sweep: one budget makes no curve; give "
             "--sweep 8"
         )
-    if options.plot.suffix != ".png":
-        raise ValueError(f"--plot {options.plot}: a PNG is written; give a name that ends in .png")
-    check_can_draw()
+    check_picture("--plot", options.plot, NEEDED_BY)
 
 
 def _check_decisions(task: _Task) -> None:

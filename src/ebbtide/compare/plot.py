@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.compare.results import Comparison, Row, take_median, to_gib, to_ms
+from ebbtide.drawing import make_axes
 
 # Where a label may sit, in points from its dot, the best place first.
 LABEL_OFFSETS_PT = (
@@ -26,17 +27,11 @@ LABEL_OFFSETS_PT = (
 
 def draw_memory_against_time(comparison: Comparison, path: Path) -> Path | None:
     """Draw every finished row as a PNG at `path`; return it, or `None` if no row finished."""
-    # Drawn through the object interface: pyplot would choose a window system.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = [row for row in comparison.rows if row.step_ns and row.peak_bytes is not None]
     if not rows:
         return None
     facts = comparison.facts
-    figure = Figure(figsize=(9.0, 6.0), dpi=120, layout="tight")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes = make_axes(9.0, 6.0)
     for index, row in enumerate(rows):
         axes.scatter([_read_time(row)], [_read_memory(row)], s=45, color=f"C{index}", zorder=3)
     axes.margins(0.25)
@@ -48,8 +43,8 @@ def draw_memory_against_time(comparison: Comparison, path: Path) -> Path | None:
         f"{facts.device}",
         fontsize=9,
     )
-    _place_labels(figure, axes, rows)
-    figure.savefig(path)
+    _place_labels(axes.figure, axes, rows)
+    axes.figure.savefig(path)
     return path
 
 
