@@ -1,7 +1,6 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -13,7 +12,6 @@ from ebbtide.compare.prepare import (
     choose_work_folder,
     find_device,
     find_disturbance,
-    is_memory_backed,
     prepare_setup,
 )
 from ebbtide.compare.request import CompareRequest
@@ -130,16 +128,12 @@ def test_large_models_get_an_optimizer_without_state() -> None:
     assert choose_optimizer("llama-8b-shape", 500_000_000) is Optimizer.SGD
 
 
-def test_work_goes_to_the_first_folder_that_is_not_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_goes_to_the_first_folder_that_is_not_in_memory(tmp_path: Path) -> None:
     memory, disk = tmp_path / "memory", tmp_path / "disk"
-    partitions = [
-        SimpleNamespace(mountpoint="/", fstype="ext4"),
-        SimpleNamespace(mountpoint=str(memory.resolve()), fstype="tmpfs"),
-    ]
-    monkeypatch.setattr(psutil, "disk_partitions", lambda **options: partitions)  # pyright: ignore[reportUnknownLambdaType]
-    assert is_memory_backed(memory / "below")
-    assert not is_memory_backed(disk)
-    assert choose_work_folder((memory, disk)) == disk
-    assert choose_work_folder((memory, memory / "other")) == memory
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "21 1 8:1 / / rw - ext4 /dev/sda1 rw\n"
+        f"22 21 0:30 / {memory.resolve()} rw - tmpfs tmpfs rw\n"
+    )
+    assert choose_work_folder((memory, disk), mounts) == disk
+    assert choose_work_folder((memory, memory / "other"), mounts) == memory

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.memory.mounts import find_file_system, warning_for
+from ebbtide.memory.mounts import find_file_system, is_memory_backed, warning_for
 
 TABLE = """\
 21 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -50,6 +50,12 @@ def test_a_link_is_followed(tmp_path: Path, table: Path) -> None:
 
 def test_without_a_table_nothing_is_known(tmp_path: Path) -> None:
     assert find_file_system(tmp_path, tmp_path / "missing") == ""
+
+
+def test_a_folder_below_a_file_system_in_memory_takes_memory(tmp_path: Path, table: Path) -> None:
+    assert is_memory_backed(tmp_path / "mem" / "not yet there", table)
+    assert not is_memory_backed(tmp_path / "memory", table)
+    assert not is_memory_backed(tmp_path, tmp_path / "missing")
 
 
 def test_memory_and_networks_are_warned_of() -> None:

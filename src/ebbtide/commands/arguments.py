@@ -87,18 +87,24 @@ def read_disks(given: Sequence[str], machine: Machine) -> int | None:
     """Return the bytes of all `--disk` together, or None if there was none."""
     if not given:
         return None
-    num_bytes = 0
-    for text in given:
-        try:
-            num_bytes += parse_path_and_cap(text).cap_bytes if ":" in text else parse_bytes(text)
-        except ValueError as error:
-            raise ValueError(f"--disk {text}: {error}") from error
+    num_bytes = add_up_disks(given)
     if num_bytes and not machine.disk_write_bytes_per_s * machine.disk_read_bytes_per_s:
         raise ValueError(
             f"--disk {given[0]}: the machine {machine.name} has no bandwidth to disk, so no time "
             "can be planned; leave --disk out, or give a machine file with disk_write_bytes_per_s "
             "and disk_read_bytes_per_s"
         )
+    return num_bytes
+
+
+def add_up_disks(given: Sequence[str]) -> int:
+    """Return the bytes of all `--disk` together."""
+    num_bytes = 0
+    for text in given:
+        try:
+            num_bytes += parse_path_and_cap(text).cap_bytes if ":" in text else parse_bytes(text)
+        except ValueError as error:
+            raise ValueError(f"--disk {text}: {error}") from error
     return num_bytes
 
 

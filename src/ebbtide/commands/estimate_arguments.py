@@ -11,9 +11,9 @@ from ebbtide.catalog.config import read_config
 from ebbtide.catalog.machines import with_disk
 from ebbtide.catalog.models import MODELS
 from ebbtide.catalog.shapes import Shape
+from ebbtide.commands.arguments import add_up_disks
 from ebbtide.machine import Machine
 from ebbtide.naming import unknown_name_message
-from ebbtide.units import parse_bytes, parse_path_and_cap
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
@@ -79,15 +79,7 @@ def read_accelerator(machine: Machine, tflops: float | None) -> Accelerator:
 
 def read_disk_sizes(given: list[str] | None, machine: Machine) -> Machine:
     """Return the machine with the `--disk` that was given, on an NVMe disk if it has none."""
-    if not given:
-        return machine
-    num_bytes = 0
-    for text in given:
-        try:
-            num_bytes += parse_path_and_cap(text).cap_bytes if ":" in text else parse_bytes(text)
-        except ValueError as error:
-            raise ValueError(f"--disk {text}: {error}") from error
-    return with_disk(machine, num_bytes)
+    return with_disk(machine, add_up_disks(given)) if given else machine
 
 
 def read_names(given: list[str] | None) -> list[str] | None:

@@ -14,8 +14,12 @@ from ebbtide.compare.options import (
     BatchOption,
     ContextOption,
     DeviceOption,
+    DiskOption,
+    HostOption,
+    JsonOption,
     LayersOption,
     ModelOption,
+    SeedOption,
     TextOption,
 )
 from ebbtide.compare.request import CompareRequest, check_request
@@ -47,17 +51,8 @@ def verify(
             "40GiB, 50% or auto."
         ),
     ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Most pinned host memory for the plan, such as 64GiB.")
-    ] = None,
-    disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH:CAP",
-            help="Folder for what the plan moves to disk and the most to hold there. Default: "
-            "none on a GPU, a temporary folder on a CPU.",
-        ),
-    ] = None,
+    host: HostOption = None,
+    disk: DiskOption = None,
     steps: Annotated[int, typer.Option(help="Planned steps to compare.")] = 4,
     reference: Annotated[
         str | None,
@@ -71,8 +66,8 @@ def verify(
     ] = False,
     text: TextOption = None,
     device: DeviceOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of random weights and of dropout.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    seed: SeedOption = 0,
+    json: JsonOption = False,
 ) -> None:
     """Run training steps with and without a plan; compare the loss and every gradient, bit for bit.
 

@@ -13,8 +13,12 @@ from ebbtide.compare.options import (
     BatchOption,
     ContextOption,
     DeviceOption,
+    DiskOption,
+    HostOption,
+    JsonOption,
     LayersOption,
     ModelOption,
+    SeedOption,
     TextOption,
 )
 from ebbtide.compare.request import CompareRequest, check_request
@@ -49,18 +53,8 @@ def compare(
             "such as 40GiB, 50% or auto."
         ),
     ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(help="Most pinned host memory for ebbtide's plans, such as 64GiB."),
-    ] = None,
-    disk: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH:CAP",
-            help="Folder for ebbtide's plans and the most to hold there. Default: none on a "
-            "GPU, a temporary folder on a CPU.",
-        ),
-    ] = None,
+    host: HostOption = None,
+    disk: DiskOption = None,
     compile: Annotated[
         bool,
         typer.Option("--compile", help="Compile each block, where the strategy supports that."),
@@ -89,8 +83,8 @@ def compare(
             metavar="DIR", help="Also write results.md, results.json and memory-vs-step.png there."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random weights and of dropout.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    seed: SeedOption = 0,
+    json: JsonOption = False,
 ) -> None:
     """Train one model under every strategy and put time, memory, loss and gradients in one table.
 

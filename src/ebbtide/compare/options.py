@@ -27,3 +27,17 @@ TextOption = Annotated[
 DeviceOption = Annotated[
     str | None, typer.Option(help="cpu, cuda or cuda:N. Default: cuda if there is one.")
 ]
+HostOption = Annotated[
+    str | None,
+    typer.Option(help="Most pinned host memory for ebbtide's plans, such as 64GiB."),
+]
+DiskOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH:CAP",
+        help="Folder for ebbtide's plans and the most to hold there. Default: none on a "
+        "GPU, a temporary folder on a CPU.",
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of random weights and of dropout.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -31,13 +31,12 @@ from ebbtide.compare.workloads import (
     find_model,
     read_config,
 )
+from ebbtide.memory.mounts import MOUNTS_PATH, is_memory_backed
 from ebbtide.units import format_bytes
 from ebbtide.version import __version__
 
 # Starting the command itself loads one core for some seconds of the minute that is averaged.
 BUSY_LOAD_FRACTION = 0.75
-
-MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,23 +192,13 @@ def choose_optimizer(model: str, num_parameters: int) -> Optimizer:
     return Optimizer.SGD if is_large else Optimizer.ADAMW
 
 
-def choose_work_folder(candidates: tuple[Path, ...]) -> Path:
+def choose_work_folder(candidates: tuple[Path, ...], mounts_path: Path = MOUNTS_PATH) -> Path:
     """Return the first folder whose files are not in memory, or else the first of all.
 
     On a CPU, activations evicted to a file system in memory would not have left it.
     """
-    return next((path for path in candidates if not is_memory_backed(path)), candidates[0])
-
-
-def is_memory_backed(path: Path) -> bool:
-    """Whether files under `path` take memory instead of disk."""
-    resolved = path.resolve()
-    mounts = {
-        Path(partition.mountpoint): partition.fstype
-        for partition in psutil.disk_partitions(all=True)
-    }
-    holder = next((mount for mount in (resolved, *resolved.parents) if mount in mounts), None)
-    return holder is not None and mounts[holder] in MEMORY_FILESYSTEMS
+    on_disk = (path for path in candidates if not is_memory_backed(path, mounts_path))
+    return next(on_disk, candidates[0])
 
 
 def describe_device(device: torch.device) -> str:
@@ -270,5 +259,5 @@ def _describe_disk(requested: str | None, used: str | None) -> str:
     if used is None:
         return ""
     path, _, cap_bytes = used.rpartition(":")
-    kind = ", in memory" if is_memory_backed(Path(path)) else ""
+    kind = ", in memory" if is_memory_backed(path) else ""
     return f"a temporary folder ({format_bytes(int(cap_bytes))} at most{kind})"

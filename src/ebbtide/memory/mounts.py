@@ -48,6 +48,11 @@ def find_file_system(folder: str | os.PathLike[str], mounts_path: Path = MOUNTS_
     return kind
 
 
+def is_memory_backed(folder: str | os.PathLike[str], mounts_path: Path = MOUNTS_PATH) -> bool:
+    """Whether files under `folder` take memory instead of disk; False if that is unknown."""
+    return find_file_system(folder, mounts_path) in MEMORY_TYPES
+
+
 def warning_for(folder: str | os.PathLike[str], file_system: str) -> str:
     """Return what speaks against evicting to `folder`; "" if nothing does."""
     place = f"disk folder {str(folder)!r} is on {file_system}"
