@@ -60,6 +60,16 @@ def mark(name: str, start: int, end: int, tid: int = 1) -> Event:
     return complete("user_annotation", name, start, end, tid=tid)
 
 
+def moment(at: int, allocated: int, reserved: int, kind: int = 1) -> Event:
+    """What the allocator held; a device of kind 1 is a GPU."""
+    facts = {"Device Type": kind, "Device Id": 0, "Total Allocated": allocated}
+    return {
+        **{"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "pid": 4242, "tid": 1},
+        **{"ts": Microseconds(START_US * 1000 + at)},
+        "args": {**facts, "Total Reserved": reserved},
+    }
+
+
 def text_of(*events: Event, **fields: Any) -> str:
     """The file, an event a few lines as torch writes it."""
     return _Encoder(indent=2).encode(

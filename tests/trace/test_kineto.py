@@ -22,6 +22,7 @@ from tests.trace.chrome import (
     copy,
     kernel,
     mark,
+    moment,
     text_of,
     write,
 )
@@ -204,16 +205,38 @@ def test_waiting_and_memory_calls_are_kept(tmp_path: Path) -> None:
 
 
 def test_memory_events_give_the_peak(tmp_path: Path) -> None:
-    def moment(allocated: int, reserved: int, kind: int = 1) -> Event:
-        facts = {"Device Type": kind, "Device Id": 0, "Total Allocated": allocated}
-        return {
-            **{"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": 1.5},
-            "args": {**facts, "Total Reserved": reserved},
-        }
-
-    trace = read(tmp_path, kernel("a", 0, 9), moment(70, 80), moment(60, 90), moment(999, 999, 0))
+    trace = read(
+        tmp_path,
+        kernel("a", 0, 9),
+        moment(5, 70, 80),
+        moment(2, 60, 90),
+        moment(1, 999, 999, kind=0),
+    )
     (device,) = trace.devices
     assert (device.timeline.peak_bytes, device.reserved_bytes) == (70, 90)
+
+
+def test_memory_over_time_is_sorted_and_starts_with_the_device(tmp_path: Path) -> None:
+    trace = read(
+        tmp_path,
+        moment(-9, 10, 40),
+        moment(-5, 20, 40),
+        kernel("a", 0, 9),
+        moment(7, 30, 40),
+        moment(3, 25, 40),
+    )
+    memory = trace.devices[0].memory
+    assert memory is not None
+    assert memory.times_ns.tolist() == [0, 3, 7]
+    assert memory.allocated_bytes.tolist() == [20, 25, 30]
+    assert memory.reserved_bytes.tolist() == [40, 40, 40]
+
+
+def test_without_memory_events_there_is_no_series(tmp_path: Path) -> None:
+    impossible = moment(1, -5, 40)
+    trace = read(tmp_path, kernel("a", 0, 9), impossible)
+    assert trace.devices[0].memory is None
+    assert trace.notes == ("the allocator is said to hold impossible numbers of bytes; left out",)
 
 
 # Bad input: what could be read is there, and a note says what was wrong.

@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from ebbtide.timeline import HostMemory, Lane, Span, Timeline
+from ebbtide.trace.intervals import Times
 from ebbtide.trace.names import MEMORY_CALLS, WAITING_CALLS, activation_of, plain_call, step_of
 
 _FAR = 1 << 61
@@ -18,6 +21,19 @@ _FAR = 1 << 61
 
 NUM_NAMED = 5
 """So many unknown categories a note lists."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemorySeries:
+    """What the framework's allocator held, at the moments that it changed.
+
+    All arrays are as long; the times are sorted and are the CPU's.
+    """
+
+    times_ns: Times
+    """On the timeline's clock; what came before its first moment is in the first entry."""
+    allocated_bytes: Times
+    reserved_bytes: Times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +46,8 @@ class DeviceTrace:
     """From the first thing on any device of the file on."""
     reserved_bytes: int = 0
     """Most memory that the framework's allocator held; 0: the trace does not say."""
+    memory: MemorySeries | None = None
+    """None: the trace does not say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +112,10 @@ class TraceBuilder:
     )
     _peaks: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
     _reserved: Counter[tuple[int, int]] = field(default_factory=Counter[tuple[int, int]])
+    _moments: dict[tuple[int, int], list[tuple[int, int, int]]] = field(
+        default_factory=lambda: defaultdict[tuple[int, int], list[tuple[int, int, int]]](list)
+    )
+    """Time, bytes allocated, bytes reserved."""
     _unknown: Counter[str] = field(default_factory=Counter[str])
     _num_backward: int = 0
     _notes: list[str] = field(default_factory=list[str])
@@ -140,9 +162,16 @@ class TraceBuilder:
         elif step_of(name) is not None:
             self._steps[process].append(_Range(start_ns, end_ns, name))
 
-    def add_memory(self, process: int, device: int, allocated: int, reserved: int) -> None:
-        """Add a moment's bytes of the framework's allocator; the most of each counts."""
+    def add_memory(
+        self, process: int, device: int, allocated: int, reserved: int, time_ns: int | None
+    ) -> None:
+        """Add a moment's bytes of the framework's allocator; None: nobody knows when."""
+        if not (0 <= allocated < _FAR and 0 <= reserved < _FAR):
+            self.note("the allocator is said to hold impossible numbers of bytes; left out")
+            return
         key = process, device
+        if time_ns is not None and -_FAR < time_ns < _FAR:
+            self._moments[key].append((time_ns, allocated, reserved))
         self._peaks[key] = max(self._peaks[key], allocated)
         self._reserved[key] = max(self._reserved[key], reserved)
 
@@ -186,6 +215,7 @@ class TraceBuilder:
                         source=f"{self.kind}: {name}", spans=spans, peak_bytes=self._peaks[key]
                     ),
                     reserved_bytes=self._reserved[key],
+                    memory=self._memory(key, zero),
                 )
             )
         return Trace(
@@ -194,6 +224,20 @@ class TraceBuilder:
             num_events=self.num_events,
             devices=tuple(devices),
             notes=(*self._notes, *self._closing_notes()),
+        )
+
+    def _memory(self, key: tuple[int, int], zero: int) -> MemorySeries | None:
+        if key not in self._moments:
+            return None
+        moments = np.array(self._moments[key], np.int64)
+        moments = moments[np.argsort(moments[:, 0], kind="stable")]
+        times = moments[:, 0] - zero
+        num_before = int(np.searchsorted(times, 0, side="right"))
+        moments = moments[max(num_before - 1, 0) :]
+        return MemorySeries(
+            times_ns=np.maximum(moments[:, 0] - zero, 0),
+            allocated_bytes=moments[:, 1],
+            reserved_bytes=moments[:, 2],
         )
 
     def _closing_notes(self) -> list[str]:

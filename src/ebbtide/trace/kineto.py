@@ -117,7 +117,7 @@ class _Reader:
                         {**start, "args": arguments, "end_ns": end, "start_ns": begin}
                     )
         elif phase == "i" and event.get("name") == "[memory]":
-            self._memory(_arguments(event))
+            self._memory(_arguments(event), nanoseconds(event.get("ts")))
 
     def _name(self, event: Event) -> None:
         name = _arguments(event).get("name")
@@ -188,7 +188,7 @@ class _Reader:
         if isinstance(name, str) and name.startswith(MARK):
             self._builder.add_annotation(0, event.get("tid"), name, start, end)
 
-    def _memory(self, arguments: dict[str, Any]) -> None:
+    def _memory(self, arguments: dict[str, Any], time_ns: int | None) -> None:
         # Device type 1 is CUDA in c10; 0 is the CPU.
         if _whole(arguments.get("Device Type"), 0) == 1:
             self._builder.add_memory(
@@ -196,6 +196,7 @@ class _Reader:
                 _whole(arguments.get("Device Id"), 0),
                 _whole(arguments.get("Total Allocated"), 0),
                 _whole(arguments.get("Total Reserved"), 0),
+                time_ns,
             )
 
     def _take_other(self, event: Event) -> None:
