@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_text
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -10,6 +11,8 @@ import typer
 
 from ebbtide.commands.arguments import read_machine, read_plan, read_workload
 from ebbtide.commands.trace_json import describe_trace
+from ebbtide.commands.trace_page import write_page
+from ebbtide.commands.trace_plot import check_can_draw
 from ebbtide.commands.trace_report import write_trace
 from ebbtide.errors import ExitCode, PlanError
 from ebbtide.trace.findings import find
@@ -50,6 +53,13 @@ def trace(
             "h200-pcie5, or a file.",
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.html",
+            help="Write a page with the timeline, memory, tensors and findings; it opens offline.",
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say how much of the copies lay under compute, how much did not, and what to change.
@@ -76,6 +86,8 @@ def trace(
                 raise ValueError(f"--plan {plan}: {error}") from error
     except ValueError as error:
         _refuse(error)
+    if html is not None:
+        check_can_draw()
     read = read_trace(file)
     analyses = [analyse(device.timeline, on) for device in read.devices]
     comparisons: list[Comparison] = []
@@ -95,8 +107,24 @@ def trace(
             typer.echo(line)
     for note in read.notes:
         _say(f"{file}: {note}")
+    if html is not None and read.devices:
+        _write("--html", html, lambda: write_page(html, read, analyses, findings, comparisons))
+    elif html is not None:
+        _say(f"--html {html}: it is not written: there is nothing to show")
     if not read.devices:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _write(option: str, path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        _refuse(
+            ValueError(
+                f"{option} {path}: the file cannot be written ({error.strerror}); name another"
+            )
+        )
+    _say(f"wrote {path}")
 
 
 def _say(message: str) -> None:

@@ -117,7 +117,7 @@ def _copy_row(title: str, figures: CopyFigures) -> list[str]:
     ]
 
 
-_COMPARED: Final[tuple[tuple[str, Callable[[Analysis], str]], ...]] = (
+COMPARED: Final[tuple[tuple[str, Callable[[Analysis], str]], ...]] = (
     ("step ms", lambda a: _ms(a.end_ns - a.start_ns)),
     ("compute busy ms", lambda a: _ms(a.compute_busy_ns)),
     ("idle ms", lambda a: _ms(a.idle_ns)),
@@ -138,7 +138,7 @@ def _write_comparison(comparison: Comparison) -> Iterator[str]:
             [f"the plan against {comparison.step}", "predicted", "measured"],
             *(
                 [title, figure(comparison.predicted), figure(comparison.measured)]
-                for title, figure in _COMPARED
+                for title, figure in COMPARED
             ),
         ]
     )
