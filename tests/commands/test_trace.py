@@ -102,6 +102,30 @@ def test_findings_are_in_both(tmp_path: Path) -> None:
     )
 
 
+def test_perfettos_file_gives_the_same_figures(step_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json.gz"
+    finished = run(step_file, "--perfetto", out, "--json")
+    assert finished.exit_code == ExitCode.DONE
+    assert finished.stderr == f"ebbtide trace: wrote {out}\n"
+    before = json.loads(finished.stdout)
+    assert run_json(out) == {**before, "file": str(out)}
+
+
+def test_perfettos_file_that_cannot_be_written(step_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "no" / "out.json.gz"
+    finished = run(step_file, "--perfetto", out)
+    assert finished.exit_code == ExitCode.MISUSE
+    assert f"--perfetto {out}: the file cannot be written (No such file" in finished.stderr
+
+
+def test_of_a_trace_without_gpus_nothing_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out.json.gz"
+    finished = run(write(tmp_path / "a.json", complete("cpu_op", "a", 0, 9)), "--perfetto", out)
+    assert finished.exit_code == ExitCode.FAILED
+    assert f"--perfetto {out}: it is not written: there is nothing to show" in finished.stderr
+    assert not out.exists()
+
+
 @pytest.fixture
 def plan_files(tmp_path: Path) -> list[str | Path]:
     texts = {

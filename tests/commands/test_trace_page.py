@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,9 @@ from benchmarks.make_trace import write_steps
 from ebbtide.commands.trace_plot import COLORS, EXPOSED_COLOR
 from ebbtide.errors import ExitCode
 from ebbtide.timeline import Lane
+from ebbtide.trace.annotated import write_annotated
+from ebbtide.trace.overlap import analyse
+from ebbtide.trace.read import read_trace
 from tests.commands.browser import Browser, needs_browser, started
 from tests.commands.test_trace import run, run_json
 from tests.trace.chrome import IN, OUT, a_step, call, copy, kernel, mark, moment, write
@@ -66,7 +70,12 @@ def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"ph": "X", "cat": IMAGE, "name": SCRIPT, "ts": 1, "dur": 1, "pid": 1, "tid": 1},
     ]
     folder = tmp_path_factory.mktemp("hostile")
-    return page_of(write(folder / "<img src=x onerror=window.broken=3>.json", *events))
+    trace = read_trace(write(folder / "plain.json", *events))
+    # A GPU's name can only be chosen by who writes the annotated form.
+    renamed = replace(trace, devices=(replace(trace.devices[0], name=f"{IMAGE}{TEX}"),))
+    path = folder / "<img src=x onerror=window.broken=3>.json"
+    write_annotated(path, renamed, [analyse(renamed.devices[0].timeline)])
+    return page_of(path)
 
 
 def pixels(browser: Browser, row: float, color: str) -> list[tuple[float, float]]:
@@ -380,6 +389,7 @@ def test_names_that_are_markup_are_shown_as_text(browser: Browser, hostile_page:
     body = browser.run("return document.body.innerText")
     assert "<img src=x onerror=window.broken=3>.json" in body
     assert repr(IMAGE) in body, "the note on what was passed over"
+    assert f"{IMAGE}{TEX}\n" in body, "the GPU's name"
     assert browser.run("return window.broken ?? null") is None
     assert browser.logs() == []
     assert browser.requests() == [hostile_page.as_uri()]

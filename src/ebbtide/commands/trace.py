@@ -15,6 +15,7 @@ from ebbtide.commands.trace_page import write_page
 from ebbtide.commands.trace_plot import check_can_draw
 from ebbtide.commands.trace_report import write_trace
 from ebbtide.errors import ExitCode, PlanError
+from ebbtide.trace.annotated import write_annotated
 from ebbtide.trace.findings import find
 from ebbtide.trace.overlap import analyse
 from ebbtide.trace.predicted import Comparison, compare_with_plan
@@ -58,6 +59,13 @@ def trace(
         typer.Option(
             metavar="OUT.html",
             help="Write a page with the timeline, memory, tensors and findings; it opens offline.",
+        ),
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.json.gz",
+            help="Write the trace for Perfetto, with lanes, exposed times and steps as tracks.",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -109,9 +117,12 @@ def trace(
         _say(f"{file}: {note}")
     if html is not None and read.devices:
         _write("--html", html, lambda: write_page(html, read, analyses, findings, comparisons))
-    elif html is not None:
-        _say(f"--html {html}: it is not written: there is nothing to show")
+    if perfetto is not None and read.devices:
+        _write("--perfetto", perfetto, lambda: write_annotated(perfetto, read, analyses))
     if not read.devices:
+        for option, out in (("--html", html), ("--perfetto", perfetto)):
+            if out is not None:
+                _say(f"{option} {out}: it is not written: there is nothing to show")
         raise typer.Exit(ExitCode.FAILED)
 
 

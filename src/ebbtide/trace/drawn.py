@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ebbtide.timeline import Lane, Span, Timeline
 from ebbtide.trace.builder import MemorySeries
-from ebbtide.trace.intervals import Intervals, Times, merge
-from ebbtide.trace.overlap import ON_DEVICE
+from ebbtide.trace.intervals import Intervals, Times
+from ebbtide.trace.overlap import find_exposed
 
 NUM_CELLS_FIRST: Final = 1 << 20
 """The finest grid that is tried has so many cells; each next one has half as many."""
@@ -85,20 +85,7 @@ def draw_lanes(timelines: Sequence[Timeline], num_marks: int) -> list[list[Drawn
         }
         for timeline in timelines
     ]
-    bounds = [
-        {lane: (_column(of, "start_ns"), _column(of, "end_ns")) for lane, of in lanes.items()}
-        for lanes in spans
-    ]
-    exposed: list[dict[Lane, Intervals]] = []
-    for lanes in bounds:
-        compute = merge(*lanes[Lane.COMPUTE])
-        exposed.append(
-            {
-                lane: merge(*lanes[lane]).subtract(compute)
-                for lane in ON_DEVICE
-                if lane is not Lane.COMPUTE
-            }
-        )
+    exposed = [find_exposed(timeline) for timeline in timelines]
     keys = [
         (number, lane, is_exposed)
         for number in range(len(timelines))
@@ -118,7 +105,8 @@ def draw_lanes(timelines: Sequence[Timeline], num_marks: int) -> list[list[Drawn
             if not of:
                 continue
             marks = merge_marks(
-                *bounds[number][lane],
+                _column(of, "start_ns"),
+                _column(of, "end_ns"),
                 _column(of, "num_bytes"),
                 allowed[number, lane, False],
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ebbtide.timeline import Lane
+from ebbtide.trace.annotated import CATEGORY, HEADER, MEMORY, SHOWN, AnnotatedReader
 from ebbtide.trace.builder import Trace, TraceBuilder, Work
 from ebbtide.trace.chrome_json import EventStream, nanoseconds
 from ebbtide.trace.names import MARK, lane_of_copy, lane_of_kernel, memory_of
@@ -37,7 +38,7 @@ _PASSED_OVER = frozenset(
         ),
         *("async_cpu_to_gpu", "forward_backward", "cpu_instant_event", "kernel_launch"),
         *("cuda_sync", "cuda_profiler_range", "collective_comm", "privateuse1_runtime", "Kernel"),
-        *("user_defined", "python", "mtia_runtime", "xpu_runtime", "cuda_event"),
+        *(SHOWN, "user_defined", "python", "mtia_runtime", "xpu_runtime", "cuda_event"),
     }
 )
 
@@ -66,6 +67,7 @@ class _Reader:
         """Complete events without a category of torch's, until all names are known."""
         self._num_without_time = 0
         self._is_torch = False
+        self._annotated = AnnotatedReader()
         self._by_category: dict[str, Callable[[Event, int, int], None]] = {
             "kernel": self._kernel,
             "gpu_memcpy": self._copy,
@@ -74,6 +76,7 @@ class _Reader:
             "cuda_driver": self._call,
             "user_annotation": self._annotation,
             "cpu_op": self._operator,
+            CATEGORY: self._annotated.take_span,
         }
 
     def read(self) -> Trace:
@@ -87,7 +90,10 @@ class _Reader:
         if self._is_torch or "deviceProperties" in fields or "schemaVersion" in fields:
             builder.kind = TORCH
         self._say_what_was_wrong()
-        return builder.build()
+        trace = builder.build()
+        if self._annotated.is_empty:
+            return trace
+        return self._annotated.build(trace.file, fields.get(HEADER), trace.num_events, trace.notes)
 
     def _take(self, event: Event) -> None:
         phase = event.get("ph")
@@ -116,6 +122,8 @@ class _Reader:
                     self._others.append(
                         {**start, "args": arguments, "end_ns": end, "start_ns": begin}
                     )
+        elif phase == "C" and event.get("cat") == CATEGORY and event.get("name") == MEMORY:
+            self._annotated.take_moment(event, nanoseconds(event.get("ts")))
         elif phase == "i" and event.get("name") == "[memory]":
             self._memory(_arguments(event), nanoseconds(event.get("ts")))
 

@@ -180,6 +180,14 @@ def analyse(timeline: Timeline, machine: Machine | None = None) -> Analysis:
     return _Analyser(timeline, machine).run()
 
 
+def find_exposed(timeline: Timeline) -> dict[Lane, Intervals]:
+    """Return when each lane of a device but compute was busy while compute was idle."""
+    lanes = {lane: [s for s in timeline.spans if s.lane is lane] for lane in ON_DEVICE}
+    busy = {lane: _columns(spans).merged() for lane, spans in lanes.items()}
+    compute = busy.pop(Lane.COMPUTE)
+    return {lane: times.subtract(compute) for lane, times in busy.items()}
+
+
 def clip(timeline: Timeline, start_ns: int, end_ns: int) -> Timeline:
     """Return what ran in `[start_ns, end_ns)`, with times from `start_ns` on.
 
