@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 DRIVER = "chromedriver"
+MAX_FRAMES = 500
 _ARGUMENTS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -38,11 +39,22 @@ class Browser:
 
     def __init__(self, driver: Any) -> None:
         self._driver = driver
+        self._shown: Path | None = None
+
+    def show(self, page: Path) -> None:
+        """Load a page as a desktop in light colours, if it is not already there.
+
+        What an earlier test did to it, such as zooming, may still be so.
+        """
+        if self._shown != page:
+            self.open(page)
+            self._shown = page
 
     def open(
         self, page: Path, *, width: int = 1200, is_dark: bool = False, is_phone: bool = False
     ) -> None:
         """Load a page, and wait until bokeh has drawn."""
+        self._shown = None
         self.logs()
         self.requests()
         self.command(
@@ -57,6 +69,7 @@ class Browser:
 
     def open_plain(self, page: Path) -> None:
         """Load a page without bokeh."""
+        self._shown = None
         self._driver.get(page.as_uri())
 
     def command(self, name: str, **arguments: Any) -> Any:
@@ -64,13 +77,20 @@ class Browser:
         return self._driver.execute_cdp_cmd(name, arguments)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Run the body of a function, with `find_view` and `texts` at hand."""
+        """Run the body of a function, with `find_view`, `read_pixels` and `all` at hand."""
         return self._driver.execute_script(_LIBRARY + script, *arguments)
 
+    def wait(self, is_so: Callable[[], bool]) -> None:
+        """Let frames pass until something is so; how fast the machine is does not matter."""
+        for _ in range(MAX_FRAMES):
+            if is_so():
+                return
+            self._driver.execute_async_script(_NEXT_FRAMES)
+        raise AssertionError("the page did not come to that")
+
     def point(self, x: float, y: float) -> None:
-        """Move the mouse there, in pixels of the window, and wait for a new frame."""
+        """Move the mouse there, in pixels of the window."""
         self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        self._driver.execute_async_script(_NEXT_FRAMES)
 
     def click(self, x: float, y: float) -> None:
         """Press and release the mouse there, in pixels of the window."""
@@ -78,7 +98,6 @@ class Browser:
             self.command(
                 "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
             )
-        self._driver.execute_async_script(_NEXT_FRAMES)
 
     def turn_wheel(self, x: float, y: float, delta: float) -> None:
         """Turn the wheel there with Ctrl held."""
@@ -86,7 +105,6 @@ class Browser:
             "Input.dispatchMouseEvent",
             type="mouseWheel", x=x, y=y, deltaX=0, deltaY=delta, modifiers=2,
         )  # fmt: skip
-        self._driver.execute_async_script(_NEXT_FRAMES)
 
     def logs(self) -> list[str]:
         """Warnings and errors of the console since the last call."""
@@ -126,17 +144,48 @@ _NEXT_FRAMES = """
 const done = arguments[arguments.length - 1];
 requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50)));
 """
-_WHEN_DRAWN = """
+# From a copy: who reads a canvas itself often is warned in the console.
+_READ = """
+const read_pixels = (view, ...box) => {
+  const {canvas} = view.canvas_view.primary;
+  const copy = document.createElement("canvas");
+  [copy.width, copy.height] = [canvas.width, canvas.height];
+  const context = copy.getContext("2d", {willReadFrequently: true});
+  context.drawImage(canvas, 0, 0);
+  return context.getImageData(...box).data;
+};
+"""
+# Idle, painted, and for some frames nothing has changed its place.
+_WHEN_DRAWN = (
+    _READ
+    + """
 const done = arguments[arguments.length - 1];
+function is_painted(view) {
+  const {width, height} = view.canvas_view.primary.canvas;
+  const data = read_pixels(view, 0, 0, width, height);
+  return data.some((value, i) => i % 4 == 3 && value > 0);
+}
+function places() {
+  if (typeof Bokeh === "undefined" || Bokeh.documents.length == 0) { return ""; }
+  if (!Bokeh.documents.every((document) => document.is_idle)) { return ""; }
+  const views = Bokeh.index.roots.filter((view) => view.canvas_view !== undefined);
+  if (!views.every(is_painted)) { return ""; }
+  const boxes = Bokeh.index.roots.map((view) => view.el.getBoundingClientRect());
+  return JSON.stringify([boxes, views.map((view) => view.frame_view.bbox)]);
+}
+let [before, num_same] = ["", 0];
 function look() {
-  const has_bokeh = typeof Bokeh !== "undefined";
-  if (!has_bokeh || (Bokeh.documents.length > 0 && Bokeh.documents.every((d) => d.is_idle))) {
-    requestAnimationFrame(() => requestAnimationFrame(() => done()));
-  } else { setTimeout(look, 20); }
+  const now = places();
+  num_same = now != "" && now == before ? num_same + 1 : 0;
+  before = now;
+  if (num_same == 5) { done(); } else { requestAnimationFrame(() => setTimeout(look, 10)); }
 }
 look();
 """
-_LIBRARY = """
+)
+_LIBRARY = (
+    _READ
+    + """
 const find_view = (name) => {
   const model = Bokeh.documents[0].get_model_by_name(name);
   return Bokeh.index.find_one(model);
@@ -149,3 +198,4 @@ function* all(root) {
   }
 }
 """
+)

@@ -86,8 +86,7 @@ def pixels(browser: Browser, row: float, color: str) -> list[tuple[float, float]
         const view = find_view("timeline");
         const box = view.frame_view.bbox;
         const y = Math.round(view.frame_view.y_scale.compute(row));
-        const canvas = view.canvas_view.primary.canvas;
-        const {data} = canvas.getContext("2d").getImageData(box.left, y, box.width, 1);
+        const data = read_pixels(view, box.left, y, box.width, 1);
         const wanted = [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
         const runs = [];
         for (let x = 0; x <= box.width; x++) {
@@ -226,13 +225,6 @@ def test_a_request_and_an_error_would_be_seen(browser: Browser, tmp_path: Path) 
 
 
 @needs_browser
-def test_it_opens_without_errors_and_asks_for_nothing(browser: Browser, steps_page: Path) -> None:
-    browser.open(steps_page)
-    assert browser.logs() == []
-    assert browser.requests() == [steps_page.as_uri()]
-
-
-@needs_browser
 def test_exposed_marks_lie_where_the_numbers_say(browser: Browser, tmp_path: Path) -> None:
     trace = write(tmp_path / "trace.json", *a_step())
     (gpu,) = run_json(trace)["gpus"]
@@ -253,11 +245,18 @@ def test_exposed_marks_lie_where_the_numbers_say(browser: Browser, tmp_path: Pat
 
 
 @needs_browser
+def test_it_opens_without_errors_and_asks_for_nothing(browser: Browser, steps_page: Path) -> None:
+    browser.show(steps_page)
+    assert browser.logs() == []
+    assert browser.requests() == [steps_page.as_uri()]
+
+
+@needs_browser
 def test_exposed_marks_of_many_copies_add_up(
     browser: Browser, steps: Path, steps_page: Path
 ) -> None:
     gpu = run_json(steps)["gpus"][0]
-    browser.open(steps_page)
+    browser.show(steps_page)
     found = browser.run(
         """
         const exposed = {};
@@ -283,44 +282,54 @@ def test_exposed_marks_of_many_copies_add_up(
 
 @needs_browser
 def test_a_mark_tells_its_name_and_the_wheel_zooms(browser: Browser, steps_page: Path) -> None:
-    browser.open(steps_page)
+    browser.show(steps_page)
     x, y = place_of(browser, 2.0, ROWS[Lane.COPY_OUT] + 0.2)
     browser.point(x, y)
-    told = browser.run(_TOOLTIPS)
-    assert len(told) == 1
-    assert "h.0.input" in told[0]
-    assert "64.00 MiB" in told[0]
-    assert "copy out" in told[0]
+    told = tooltip(browser, "h.0.input")
+    assert "64.00 MiB" in told
+    assert "copy out" in told
     before = ms_per_pixel(browser)
     browser.turn_wheel(x, y, -240)
-    assert ms_per_pixel(browser) < 0.9 * before
+    browser.wait(lambda: ms_per_pixel(browser) < 0.9 * before)
+    timeline, memory = browser.run(
+        """
+        return ["timeline", "memory"].map((name) => {
+          const {start, end} = find_view(name).model.x_range;
+          return [start, end];
+        });
+        """
+    )
+    assert timeline == memory, "memory is zoomed along"
     assert browser.logs() == []
 
 
 @needs_browser
-def test_zooming_moves_memory_along(browser: Browser, steps_page: Path) -> None:
-    browser.open(steps_page)
-    assert browser.run(
-        """
-        const [timeline, memory] = ["timeline", "memory"].map((name) => find_view(name).model);
-        return timeline.x_range === memory.x_range;
-        """
-    )
+def test_the_table_sorts(browser: Browser, steps_page: Path) -> None:
+    browser.show(steps_page)
+    browser.run("document.getElementById('moved').scrollIntoView()")
+    browser.wait(lambda: first_cells(browser, 0)[:2] == ["h.7.input", "h.7.input"])
+    assert len(first_cells(browser, 4)) >= 10
+    for descending in (False, True):
+        browser.click(*browser.run(_HEADER, "hidden ms"))
+        browser.wait(lambda way=descending: is_sorted(first_cells(browser, 4), way))
+    assert browser.logs() == []
 
 
 @needs_browser
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_light_and_dark(browser: Browser, steps_page: Path, is_dark: bool) -> None:
-    browser.open(steps_page, is_dark=is_dark)
+    if is_dark:
+        browser.open(steps_page, is_dark=True)
+    else:
+        browser.show(steps_page)
     ground = browser.run("return getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(20, 24, 28)" if is_dark else "rgb(255, 255, 255)")
     # The names of lanes, left of the plot's frame: their strongest pixels.
     lightest, darkest = browser.run(
         """
         const view = find_view("timeline");
-        const canvas = view.canvas_view.primary.canvas;
-        const size = [view.frame_view.bbox.left - 4, view.frame_view.bbox.bottom];
-        const {data} = canvas.getContext("2d").getImageData(0, 0, ...size);
+        const {left, bottom} = view.frame_view.bbox;
+        const data = read_pixels(view, 0, 0, left - 4, bottom);
         let [lightest, darkest] = [0, 255];
         for (let i = 0; i < data.length; i += 4) {
           if (data[i + 3] > 200) {
@@ -384,8 +393,7 @@ def test_names_that_are_markup_are_shown_as_text(browser: Browser, hostile_page:
         (0.05, ROWS[Lane.COPY_OUT] + 0.2, SCRIPT),
     ):
         browser.point(*place_of(browser, ms, row))
-        (told,) = browser.run(_TOOLTIPS)
-        assert text in told
+        tooltip(browser, text)
     body = browser.run("return document.body.innerText")
     assert "<img src=x onerror=window.broken=3>.json" in body
     assert repr(IMAGE) in body, "the note on what was passed over"
@@ -395,17 +403,16 @@ def test_names_that_are_markup_are_shown_as_text(browser: Browser, hostile_page:
     assert browser.requests() == [hostile_page.as_uri()]
 
 
-@needs_browser
-def test_the_table_sorts(browser: Browser, steps_page: Path) -> None:
-    browser.open(steps_page)
-    browser.run("document.getElementById('moved').scrollIntoView()")
-    assert first_cells(browser, 0)[:2] == ["h.7.input", "h.7.input"]
-    for descending in (False, True):
-        browser.click(*browser.run(_HEADER, "hidden ms"))
-        hidden = [float(cell) for cell in first_cells(browser, 4)]
-        assert len(hidden) >= 10
-        assert hidden == sorted(hidden, reverse=descending)
-    assert browser.logs() == []
+def is_sorted(cells: list[str], descending: bool) -> bool:
+    numbers = [float(cell) for cell in cells]
+    return numbers == sorted(numbers, reverse=descending)
+
+
+def tooltip(browser: Browser, text: str) -> str:
+    """What the one tooltip says; waits until it has a text."""
+    browser.wait(lambda: any(text in told for told in browser.run(_TOOLTIPS)))
+    (told,) = browser.run(_TOOLTIPS)
+    return told
 
 
 def first_cells(browser: Browser, column: int) -> list[str]:
