@@ -3,6 +3,7 @@
 import re
 from fractions import Fraction
 
+from ebbtide.naming import shorten
 from ebbtide.units import format_bytes, parse_bytes
 
 # What "auto" leaves to the allocator: its cache is cut into pieces, and the driver's context and
@@ -12,7 +13,7 @@ MIN_RESERVE_BYTES = 2**30
 
 AUTO = "auto"
 
-_PERCENT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*%")
+_PERCENT = re.compile(r"(?P<number>[0-9]{1,20}(?:\.[0-9]{1,20})?)\s*%")
 _RULE = 'a budget is a size such as "40GiB", a share of the device such as "50%", or "auto"'
 
 
@@ -46,10 +47,11 @@ def parse_budget(text: str | int, total_bytes: int) -> int:
         percent = Fraction(share["number"])
         if percent > 100:
             raise ValueError(
-                f"budget {text!r} is more than the device has; a share is 0 to 100 %; {_RULE}"
+                f"budget {shorten(text)!r} is more than the device has; a share is 0 to 100 %; "
+                f"{_RULE}"
             )
         return int(total_bytes * percent / 100)
     try:
         return parse_bytes(written)
     except ValueError as error:
-        raise ValueError(f"cannot read {text!r} as a budget: {error}; {_RULE}") from error
+        raise ValueError(f"cannot read {shorten(text)!r} as a budget: {error}; {_RULE}") from error

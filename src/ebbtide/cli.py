@@ -12,6 +12,7 @@ from typing import Annotated, cast
 
 import typer
 
+from ebbtide.commands.output import printable
 from ebbtide.errors import EbbtideError, ExitCode, MissingExtraError
 from ebbtide.version import __version__
 
@@ -98,7 +99,7 @@ def main() -> None:
     try:
         build_app()()
     except EbbtideError as error:
-        print(f"ebbtide: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"ebbtide: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         raise SystemExit(ExitCode.FAILED) from error
 
 

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from typing import cast
 
 from ebbtide.errors import PlanError
-from ebbtide.naming import unknown_name_message
+from ebbtide.naming import shorten, unknown_name_message
 
 
 def read_form(text: str, *, form: str, version: int) -> dict[str, object]:
@@ -30,14 +30,14 @@ def read_form(text: str, *, form: str, version: int) -> dict[str, object]:
     given_form = record.get("format")
     if given_form != form:
         raise PlanError(
-            f"the file's format is {given_form!r}; this reader takes {form!r} only. "
+            f"the file's format is {_given(given_form)}; this reader takes {form!r} only. "
             "Pass a file of that format."
         )
     given_version = record.get("version")
     if type(given_version) is not int or not 1 <= given_version <= version:
         known = "version 1" if version == 1 else f"versions 1 to {version}"
         raise PlanError(
-            f"the file's version is {given_version!r}; this ebbtide reads {known} of "
+            f"the file's version is {_given(given_version)}; this ebbtide reads {known} of "
             f"{form!r} only. Write the file again with this ebbtide."
         )
     return record
@@ -76,11 +76,17 @@ def read_text(record: dict[str, object], name: str, *, where: str) -> str:
     return value
 
 
+MOST_NUMBER = 2**63 - 1
+"""What is above it, or below its negative, is no number of bytes or nanoseconds."""
+
+
 def read_int(record: dict[str, object], name: str, *, where: str) -> int:
-    """Return the field `name`, which must be a whole number."""
+    """Return the field `name`, which must be a whole number that 64 bits can hold."""
     value = read_field(record, name, where=where)
     if isinstance(value, bool) or not isinstance(value, int):
         raise PlanError(_type_message(name, value, "a whole number", where))
+    if abs(value) > MOST_NUMBER:
+        raise PlanError(_type_message(name, value, f"at most {MOST_NUMBER} (64 bits)", where))
     return value
 
 
@@ -122,8 +128,18 @@ def _type_message(name: str, value: object, wanted: str, where: str) -> str:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        # It was read, but from fewer calls.
+        text = "nested too deep to be shown"
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _given(value: object) -> str:
+    if isinstance(value, str):
+        return repr(shorten(value))
+    return _shown(value) if isinstance(value, dict | list) else shorten(repr(value))
 
 
 def _refuse_repeated_fields(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -131,6 +147,6 @@ def _refuse_repeated_fields(pairs: list[tuple[str, object]]) -> dict[str, object
     record: dict[str, object] = {}
     for name, value in pairs:
         if name in record:
-            raise ValueError(f"field {name!r} is there twice")
+            raise ValueError(f"field {shorten(name)!r} is there twice")
         record[name] = value
     return record

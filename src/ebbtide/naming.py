@@ -3,6 +3,10 @@
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
+MOST_SHOWN_CHARS = 100
+"""A name that is longer is shown and compared by its start: messages are for people, and comparing
+takes time that grows with the product of two lengths."""
+
 
 def nearest(name: str, valid: Iterable[str]) -> list[str]:
     """List every valid name once, the most similar to `name` first.
@@ -11,11 +15,19 @@ def nearest(name: str, valid: Iterable[str]) -> list[str]:
     so the answer does not depend on the order of `valid`.
     """
 
+    given = name[:MOST_SHOWN_CHARS].lower()
+
     def rank(candidate: str) -> tuple[float, str]:
-        matcher = SequenceMatcher(a=candidate.lower(), b=name.lower(), autojunk=False)
+        start = candidate[:MOST_SHOWN_CHARS].lower()
+        matcher = SequenceMatcher(a=start, b=given, autojunk=False)
         return (-matcher.ratio(), candidate)
 
     return sorted(set(valid), key=rank)
+
+
+def shorten(text: str) -> str:
+    """Return the text for a message: a long one by its start."""
+    return text if len(text) <= MOST_SHOWN_CHARS else f"{text[:MOST_SHOWN_CHARS]}..."
 
 
 def unknown_name_message(kind: str, name: str, valid: Iterable[str]) -> str:
@@ -27,6 +39,7 @@ def unknown_name_message(kind: str, name: str, valid: Iterable[str]) -> str:
         valid: The names that would have been accepted.
     """
     names = nearest(name, valid)
+    name = shorten(name)
     if not names:
         return f"unknown {kind} {name!r}; there are no valid names"
     return f"unknown {kind} {name!r}; valid names, nearest first: {', '.join(names)}"

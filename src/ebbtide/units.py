@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ebbtide.naming import unknown_name_message
+from ebbtide.naming import shorten, unknown_name_message
 
 # Binary and decimal prefixes as IEC 80000-13 and the SI define them. Spelling is exact,
 # because "Gb" means bits and guessing would be wrong by a factor of eight; "KB" is the
@@ -25,6 +25,12 @@ _PRINTED_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)\s*(?P<unit>[A-Za-z]*)")
 _SIZE_RULE = 'a size is a number, zero or more, and a unit, such as "40GiB", "1.5 GB" or 1024'
 
+MOST_BYTES = 2**63 - 1
+"""What systems count bytes with. A larger size is a slip, and its arithmetic may take for ever."""
+
+# Digits of `MOST_BYTES` and a fraction that is finer than a byte of the largest unit.
+_MOST_DIGITS = 40
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSpec:
@@ -44,22 +50,29 @@ def parse_bytes(text: str | int) -> int:
     A fraction of a byte is dropped, so the result never exceeds what was asked.
 
     Raises:
-        ValueError: The size is negative, not a number, or has an unknown unit.
+        ValueError: The size is negative, not a number, above 8 EiB, or has an unknown unit.
     """
     if isinstance(text, int):
         if text < 0:
             raise ValueError(f"size {text} is negative; {_SIZE_RULE}")
+        if text > MOST_BYTES:
+            raise _too_large(str(text) if text.bit_length() < 256 else "given")
         return text
+    shown = shorten(text)
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"cannot read {text!r} as a size; {_SIZE_RULE}")
+        raise ValueError(f"cannot read {shown!r} as a size; {_SIZE_RULE}")
+    if len(match["number"]) > _MOST_DIGITS:
+        raise _too_large(shown)
     unit = match["unit"] or "B"
     if unit not in _BYTES_PER_UNIT:
         unknown = unknown_name_message("unit", unit, _BYTES_PER_UNIT)
-        raise ValueError(f"cannot read {text!r} as a size: {unknown}; {_SIZE_RULE}")
+        raise ValueError(f"cannot read {shown!r} as a size: {unknown}; {_SIZE_RULE}")
     size_bytes = Fraction(match["number"]) * _BYTES_PER_UNIT[unit]
     if unit == "B" and size_bytes.denominator != 1:
-        raise ValueError(f"cannot read {text!r} as a size: bytes are whole; {_SIZE_RULE}")
+        raise ValueError(f"cannot read {shown!r} as a size: bytes are whole; {_SIZE_RULE}")
+    if size_bytes > MOST_BYTES:
+        raise _too_large(shown)
     return int(size_bytes)
 
 
@@ -91,19 +104,24 @@ def parse_path_and_cap(text: str) -> DiskSpec:
     Raises:
         ValueError: The directory or the cap is missing, or the cap is not a size.
     """
+    shown = shorten(text)
     rule = 'write a directory, a colon and a cap, such as "/nvme/scratch:500GiB"'
     path, colon, cap = text.rpartition(":")
     if not colon:
-        raise ValueError(f"disk {text!r} has no cap; {rule}")
+        raise ValueError(f"disk {shown!r} has no cap; {rule}")
     if not path.strip():
-        raise ValueError(f"disk {text!r} has no directory; {rule}")
+        raise ValueError(f"disk {shown!r} has no directory; {rule}")
     if not cap.strip():
-        raise ValueError(f"disk {text!r} has no cap after the colon; {rule}")
+        raise ValueError(f"disk {shown!r} has no cap after the colon; {rule}")
     try:
         cap_bytes = parse_bytes(cap)
     except ValueError as error:
-        raise ValueError(f"disk {text!r} has a cap that is not a size; {rule}: {error}") from error
+        raise ValueError(f"disk {shown!r} has a cap that is not a size; {rule}: {error}") from error
     return DiskSpec(path=path, cap_bytes=cap_bytes)
+
+
+def _too_large(shown: str) -> ValueError:
+    return ValueError(f"size {shown} is above {MOST_BYTES} bytes, 8 EiB; {_SIZE_RULE}")
 
 
 def _rounded_quotient(numerator: int, denominator: int) -> int:

@@ -39,6 +39,11 @@ NEW_IN_3 = {"gradient_bytes", "turn_gradient_bytes", "ends_gradient_bytes", "is_
 """Fields that version 2 did not have: there `resident_bytes` has all gradients, and no block is
 fused."""
 
+MOST_ENTRIES = 1_000_000
+"""Activations, inputs and uses that blocks may have together in a file: a hundred times as many as
+models with a thousand blocks have. Blocks share classes, so that a small file could ask for more
+than any memory holds."""
+
 # 64 bits: two models of one user never meet by chance, and the text still fits on a line.
 FINGERPRINT_HEX_DIGITS = 16
 
@@ -210,10 +215,18 @@ class Workload:
         refuse_unknown_fields(record, fields, where="workload")
         classes = read_list(record, "classes", where="workload")
         version = read_int(record, "version", where="workload")
-        read = tuple(
-            _read_block(b, classes, version, where=f"blocks[{i}]") for i, b in enumerate(blocks)
-        )
-        return cls(model=model, blocks=read, outside=_read_outside(record, version))
+        read: list[Block] = []
+        num_entries = 0
+        for index, given in enumerate(blocks):
+            read.append(_read_block(given, classes, version, where=f"blocks[{index}]"))
+            num_entries += _num_entries(read[-1])
+            if num_entries > MOST_ENTRIES:
+                raise PlanError(
+                    f"workload: the first {index + 1} of {len(blocks)} blocks have {num_entries} "
+                    f"activations, inputs and uses; all together may have {MOST_ENTRIES}. "
+                    "Observe the model again: ebbtide observe."
+                )
+        return cls(model=model, blocks=tuple(read), outside=_read_outside(record, version))
 
 
 def _class_form(block: Block) -> dict[str, object]:
@@ -285,6 +298,11 @@ def _read_block(value: object, classes: list[object], version: int, *, where: st
         workspace_bytes=read_int(form, "workspace_bytes", where=where),
         is_fused="is_fused" in fields and read_flag(form, "is_fused", where=where),
     )
+
+
+def _num_entries(block: Block) -> int:
+    num_inputs = sum(len(activation.inputs) for activation in block.activations)
+    return len(block.activations) + num_inputs + sum(len(event.uses) for event in block.backward)
 
 
 def _read_event(value: object, block_name: str, version: int, *, where: str) -> BackwardEvent:

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import cast
 
 from ebbtide.catalog.shapes import Experts, Family, Latents, Shape
-from ebbtide.naming import unknown_name_message
+from ebbtide.files import read_small_text
+from ebbtide.naming import shorten, unknown_name_message
 
 _LLAMA_FIELDS = (
     "num_hidden_layers",
@@ -39,6 +40,12 @@ FIELDS = {
 _MOST = 2**31
 """No field of a real file is as large."""
 
+_MOST_LAYERS = 100_000
+"""Layers are gone through one by one."""
+
+_MOST_FILE_BYTES = 16 * 2**20
+"""Real files have some kB."""
+
 
 def read_config(path: Path) -> Shape:
     """Return the shape that a `config.json` describes.
@@ -48,7 +55,7 @@ def read_config(path: Path) -> Shape:
             or not a positive whole number; the message says which, and what to give.
     """
     try:
-        value = cast(object, json.loads(path.read_text(encoding="utf-8")))
+        value = cast(object, json.loads(read_small_text(path, _MOST_FILE_BYTES)))
     except OSError as error:
         raise ValueError(
             f"MODEL {path}: the file cannot be read ({error.strerror}); give an existing file"
@@ -73,11 +80,17 @@ class _Reader:
                 "give a file with that model_type and its fields, for example llama with "
                 f"{', '.join(_LLAMA_FIELDS)}"
             )
+        layers = FIELDS[kind][0]
         missing = [name for name in FIELDS[kind] if self._config.get(name) is None]
         if missing:
             raise ValueError(
                 f"MODEL {self._path}: a file of {kind} needs {', '.join(missing)} as well; add "
                 "them to the file"
+            )
+        if self._int(layers) > _MOST_LAYERS:
+            raise ValueError(
+                f"MODEL {self._path}: {layers} is {self._int(layers)}; it must be at most "
+                f"{_MOST_LAYERS}. Correct the file"
             )
         return self._gpt2() if kind == "gpt2" else self._llama(kind)
 
@@ -172,7 +185,7 @@ class _Reader:
     @property
     def _name(self) -> str:
         given = self._config.get("_name_or_path")
-        return given if isinstance(given, str) and given else self._path.stem
+        return shorten(given) if isinstance(given, str) and given else self._path.stem
 
     def _int(self, name: str, default: int | None = None) -> int:
         value = self._config.get(name)
@@ -182,8 +195,8 @@ class _Reader:
             if value == 0 and default == 0:
                 return 0
             raise ValueError(
-                f"MODEL {self._path}: {name} is {json.dumps(value)}; it must be a whole number "
-                "above 0. Correct the file"
+                f"MODEL {self._path}: {name} is {_shown(value)}; it must be a whole number "
+                f"above 0 and below {_MOST}. Correct the file"
             )
         return value
 
@@ -193,3 +206,8 @@ class _Reader:
                 f"MODEL {self._path}: {name} {number} does not divide by {by} {divisor}; correct "
                 "the file"
             )
+
+
+def _shown(value: object) -> str:
+    # What holds others may be nested too deep to be written again.
+    return type(value).__name__ if isinstance(value, dict | list) else shorten(json.dumps(value))

@@ -10,6 +10,7 @@ from typing import TypeVar
 from ebbtide.budget import parse_budget
 from ebbtide.catalog import MACHINES
 from ebbtide.errors import PlanError
+from ebbtide.files import read_small_text
 from ebbtide.machine import Machine
 from ebbtide.naming import unknown_name_message
 from ebbtide.plan import Plan
@@ -19,6 +20,9 @@ from ebbtide.units import format_bytes, parse_bytes, parse_path_and_cap
 from ebbtide.workload import Workload
 
 Form = TypeVar("Form")
+
+MOST_FILE_BYTES = 64 * 2**20
+"""No workload, plan or machine has as many: a model with a thousand blocks takes some 100 kB."""
 
 
 def read_workload(path: Path, option: str = "WORKLOAD") -> Workload:
@@ -152,7 +156,7 @@ def describe_large_budget(budget_bytes: int, machine: Machine) -> str:
 
 def _read_file(option: str, path: Path, read: Callable[[str], Form]) -> Form:
     try:
-        return read(path.read_text(encoding="utf-8"))
+        return read(read_small_text(path, MOST_FILE_BYTES))
     except OSError as error:
         raise ValueError(
             f"{option} {path}: the file cannot be read ({error.strerror}); give an existing file"
@@ -163,3 +167,7 @@ def _read_file(option: str, path: Path, read: Callable[[str], Form]) -> Form:
         ) from error
     except PlanError as error:
         raise ValueError(f"{option} {path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{option} {path}: {error}; give a JSON file that ebbtide wrote"
+        ) from error

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ebbtide.commands.output import echo
 from ebbtide.errors import ExitCode
 
 
@@ -61,15 +62,15 @@ def doctor(
             for finding in findings
         ]
         form = {"jaxlib": version, "is_fit": not num_serious, "findings": forms}
-        typer.echo(json.dumps(form, indent=2))
+        echo(json.dumps(form, indent=2))
     else:
-        typer.echo(f"jaxlib {version or 'is not installed'}, XLA_FLAGS and variables of jax:")
+        echo(f"jaxlib {version or 'is not installed'}, XLA_FLAGS and variables of jax:")
         for finding in findings:
             mark = "!" if finding.is_serious else "-"
-            typer.echo(f"{mark} {finding.concern.value}: {finding.name}: {finding.message}.")
+            echo(f"{mark} {finding.concern.value}: {finding.name}: {finding.message}.")
             source = f" ({finding.source})" if finding.source else ""
-            typer.echo(f"    {finding.change}{source}.")
-        typer.echo(_conclusion(len(findings), num_serious))
+            echo(f"    {finding.change}{source}.")
+        echo(_conclusion(len(findings), num_serious))
     if num_serious:
         raise typer.Exit(ExitCode.FAILED)
 

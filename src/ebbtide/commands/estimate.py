@@ -33,6 +33,7 @@ from ebbtide.commands.estimate_arguments import (
 )
 from ebbtide.commands.estimate_json import describe_answer, describe_largest, describe_sweep
 from ebbtide.commands.estimate_report import write_answer, write_largest, write_sweep
+from ebbtide.commands.output import echo
 from ebbtide.drawing import check_picture
 from ebbtide.errors import ExitCode
 from ebbtide.estimate.answer import Answer, make_answer
@@ -344,13 +345,13 @@ def _end_if(nothing_fits: bool) -> None:
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        typer.echo(line)
+        echo(line)
 
 
 def _print_json(value: dict[str, object]) -> None:
-    typer.echo(json_text.dumps(value, indent=2, allow_nan=False))
+    echo(json_text.dumps(value, indent=2, allow_nan=False))
 
 
 def _refuse(error: ValueError) -> NoReturn:
-    typer.echo(f"ebbtide estimate: {' '.join(str(error).split())}", err=True)
+    echo(f"ebbtide estimate: {' '.join(str(error).split())}", err=True)
     raise typer.Exit(ExitCode.MISUSE) from error

@@ -11,6 +11,7 @@ import typer
 
 from ebbtide.commands.arguments import check_folder
 from ebbtide.commands.observe_report import write_workload_summary
+from ebbtide.commands.output import echo
 from ebbtide.compare.options import (
     BatchOption,
     ContextOption,
@@ -68,7 +69,7 @@ def observe(
             ValueError(f"--out {out}: the file cannot be written ({error.strerror}); name another")
         )
     for line in write_workload_summary(workload):
-        typer.echo(line)
+        echo(line)
     _say(f"wrote {out}")
 
 
@@ -111,7 +112,7 @@ def _observe(request: CompareRequest) -> Workload:
 
 
 def _say(message: str) -> None:
-    typer.echo(f"ebbtide observe: {message}", err=True)
+    echo(f"ebbtide observe: {message}", err=True)
 
 
 def _refuse(error: ValueError) -> NoReturn:

@@ -27,6 +27,7 @@ from ebbtide.commands.arguments import (
     read_workload,
 )
 from ebbtide.commands.check_report import write_check
+from ebbtide.commands.output import echo
 from ebbtide.commands.plan_json import describe_check, describe_outcome, describe_sweep
 from ebbtide.commands.plan_report import write_report
 from ebbtide.commands.sweep_report import write_sweep
@@ -314,15 +315,15 @@ def _write(option: str, path: Path, write: Callable[[], object]) -> None:
 
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
-        typer.echo(line)
+        echo(line)
 
 
 def _print_json(value: dict[str, object]) -> None:
-    typer.echo(json_text.dumps(value, indent=2, allow_nan=False))
+    echo(json_text.dumps(value, indent=2, allow_nan=False))
 
 
 def _say(message: str) -> None:
-    typer.echo(f"ebbtide plan: {message}", err=True)
+    echo(f"ebbtide plan: {message}", err=True)
 
 
 def _refuse(error: ValueError) -> NoReturn:

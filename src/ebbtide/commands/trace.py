@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from ebbtide.commands.arguments import read_machine, read_plan, read_workload
+from ebbtide.commands.output import echo
 from ebbtide.commands.trace_json import describe_trace
 from ebbtide.commands.trace_page import write_page
 from ebbtide.commands.trace_plot import check_can_draw
@@ -109,10 +110,10 @@ def trace(
         for finding in find(device, analysis, machine=on, plan=planned, workload=for_workload)
     ]
     if json:
-        typer.echo(json_text.dumps(describe_trace(read, analyses, findings, comparisons), indent=2))
+        echo(json_text.dumps(describe_trace(read, analyses, findings, comparisons), indent=2))
     else:
         for line in write_trace(read, analyses, findings, comparisons):
-            typer.echo(line)
+            echo(line)
     for note in read.notes:
         _say(f"{file}: {note}")
     if html is not None and read.devices:
@@ -139,7 +140,7 @@ def _write(option: str, path: Path, write: Callable[[], object]) -> None:
 
 
 def _say(message: str) -> None:
-    typer.echo(f"ebbtide trace: {message}", err=True)
+    echo(f"ebbtide trace: {message}", err=True)
 
 
 def _refuse(error: ValueError) -> NoReturn:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ebbtide.commands.arguments import read_named_plan
+from ebbtide.commands.output import echo
 from ebbtide.compare.options import (
     BatchOption,
     ContextOption,
@@ -107,7 +108,7 @@ def verify(
     except BudgetError as error:
         _say(" ".join(str(error).split()))
         raise typer.Exit(ExitCode.NO_PLAN_FITS) from error
-    print(found.to_json() if json else found)
+    echo(found.to_json() if json else str(found))
     if not found.equal:
         raise typer.Exit(ExitCode.FAILED)
 
@@ -161,7 +162,7 @@ def _verify(
 
 
 def _say(message: str) -> None:
-    typer.echo(f"ebbtide verify: {message}", err=True)
+    echo(f"ebbtide verify: {message}", err=True)
 
 
 def _refuse(error: ValueError) -> NoReturn:

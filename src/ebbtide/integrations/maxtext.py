@@ -10,7 +10,7 @@ a layer input that is to be recomputed; here these are errors.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import assert_never, cast
@@ -27,7 +27,7 @@ from ebbtide.integrations.maxtext_names import (
 )
 from ebbtide.jax.flags import FlagSet, xla_flags
 from ebbtide.machine import Machine
-from ebbtide.naming import unknown_name_message
+from ebbtide.naming import shorten, unknown_name_message
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import MIN_IN_FLIGHT_BYTES
 from ebbtide.workload import Activation, Block, Workload
@@ -39,6 +39,10 @@ NONE = "none"
 """The policy under which nothing is recomputed."""
 
 _WORDS = {"offload": Decision.HOST, "device": Decision.KEEP, "remat": Decision.RECOMPUTE}
+
+_MOST_YAML_CHARS = 2**20
+_MOST_YAML_DEPTH = 20
+"""MaxText's own base.yml has 100,000 characters, and lists of lists at most."""
 
 # The stronger of two decisions for one value wins: a value that is offloaded under one of its
 # names leaves the device, whatever its other name says.
@@ -310,11 +314,23 @@ def _read_yaml(text: str) -> Mapping[str, object]:
         import yaml
     except ModuleNotFoundError as error:
         raise MissingExtraError.for_extra("maxtext", needed_by="reading YAML text") from error
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    if len(text) > _MOST_YAML_CHARS:
         raise PlanError(
-            f"the MaxText configuration is no YAML: {error}. Give the text of a .yml file."
+            f"the MaxText configuration has {len(text)} characters; it may have {_MOST_YAML_CHARS}."
+            " Give the text of a .yml file."
+        )
+    try:
+        _refuse_hidden_size(yaml.parse(text, Loader=yaml.SafeLoader))
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if isinstance(node, yaml.MappingNode):
+            _refuse_repeated(key.value for key, _ in node.value)
+        content: object = None if node is None else loader.construct_document(node)
+    except (yaml.YAMLError, ValueError) as error:
+        # A ValueError is of a number or a date that Python cannot have.
+        raise PlanError(
+            f"the MaxText configuration is no YAML: {shorten(str(error))}. Give the text of a .yml "
+            "file."
         ) from error
     if not isinstance(content, dict):
         raise PlanError(
@@ -322,6 +338,48 @@ def _read_yaml(text: str) -> Mapping[str, object]:
             "settings. Give the text of a .yml file."
         )
     return cast(dict[str, object], content)
+
+
+def _refuse_hidden_size(events: Iterable[object]) -> None:
+    """Refuse what makes much of little, or has the library make other things than it says.
+
+    By an alias a value holds another many times; a tag calls a constructor for any text.
+    """
+    import yaml
+
+    depth = 0
+    for event in events:
+        if isinstance(event, yaml.AliasEvent):
+            raise PlanError(
+                f"the MaxText configuration uses the alias *{shorten(event.anchor)}, and it may "
+                "have none. Write the value out."
+            )
+        is_tagged = isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
+        if is_tagged and event.tag is not None:
+            raise PlanError(
+                f"the MaxText configuration uses the tag {shorten(str(event.tag))}, and it may "
+                "have none. Write the value alone."
+            )
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_YAML_DEPTH:
+            raise PlanError(
+                f"the MaxText configuration is nested more than {_MOST_YAML_DEPTH} deep; its "
+                "settings are words, numbers and lists. Give the text of a .yml file."
+            )
+
+
+def _refuse_repeated(keys: Iterable[object]) -> None:
+    seen: set[str] = set()
+    for key in keys:
+        if not isinstance(key, str):
+            continue
+        if key in seen:
+            raise PlanError(
+                f"the MaxText configuration sets {shorten(key)!r} twice; of two settings readers "
+                "take either. Leave one out."
+            )
+        seen.add(key)
 
 
 def _to_word(decision: Decision) -> str:

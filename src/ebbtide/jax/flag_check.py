@@ -38,6 +38,9 @@ SEEN_RIGHT = ((0, 11, 2),)
 MISSING_PASSES = ((0, 10, 1),)
 """Releases in whose GPU plugin a user found no collective pipeliner (openxla/xla#44228, open)."""
 
+# A file of flags has some hundred; a name may lead to a device that never ends.
+_MOST_FLAGS_BYTES = 2**20
+
 # Below it the scheduler holds so little memory that steps took a fifth longer (unrolled, H200).
 _LEAST_SLOP_PERCENT = 20
 
@@ -113,9 +116,12 @@ def check_flags(
 
 def _read_file(name: str) -> str | None:
     try:
-        return Path(name).read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        with Path(name).open("rb") as file:
+            content = file.read(_MOST_FLAGS_BYTES)
+    except (OSError, ValueError):
+        # A NUL is in no name of a file.
         return None
+    return content.decode("utf-8", errors="replace")
 
 
 def _judge_version(version: str | None, is_scanned: bool) -> Iterable[FlagFinding]:
@@ -342,7 +348,8 @@ def _compare_with(
         if setting.name != HOST_LIMIT:
             continue
         text = environ.get(HOST_LIMIT, str(DEFAULT_HOST_LIMIT_GIB))
-        if not text.isdecimal() or int(text) < int(setting.value):
+        limit_gib = int(text) if re.fullmatch("[0-9]{1,18}", text) else 0
+        if limit_gib < int(setting.value):
             yield FlagFinding(
                 concern=Concern.MISSING if HOST_LIMIT not in environ else Concern.CONTRADICTORY,
                 name=HOST_LIMIT,
@@ -402,7 +409,8 @@ def _unreadable(argument: Argument, wanted: str) -> FlagFinding:
 
 def _number(argument: Argument) -> int | None:
     text = argument.value or ""
-    return int(text) if re.fullmatch(r"\s*[-+]?\d+", text) else None
+    # XLA's own is a number of 32 or 64 bits.
+    return int(text) if re.fullmatch(r"\s*[-+]?[0-9]{1,18}", text) else None
 
 
 def _shown(argument: Argument) -> str:

@@ -97,13 +97,14 @@ def _skip_space(text: str, begin: int) -> int:
 
 def _quoted(text: str, begin: int) -> tuple[str, int]:
     """Return the value in the quotes that open at `begin`, and where what follows it begins."""
-    quote, value, end = text[begin], "", begin + 1
+    quote, end = text[begin], begin + 1
+    letters: list[str] = []
     while end < len(text) and text[end] != quote:
         if quote == '"' and text[end] == "\\" and end + 1 < len(text):
             end += 1
-        value += text[end]
+        letters.append(text[end])
         end += 1
-    return value, end + 1
+    return "".join(letters), end + 1
 
 
 def _argument(text: str) -> Argument:

@@ -20,13 +20,14 @@ HOST_SPACE = "S(5)"
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) .*\{$")
 _NAME = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = ")
 _CALLED = re.compile(r"\b(?:calls|to_apply|condition|body)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations)=\{([^{}]*)\}")
 # A counter's `s32[]` has none: adding to it hides nothing.
 _ARRAY = re.compile(r"\[\d")
 _BRACKETS = re.compile(r"[()]")
 _CALL_MARKS = ("calls=", "to_apply=", "body=", "_computations=")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
-_OPERAND = re.compile(r"%?([\w.\-]+)(?=[,)]| |$)")
+# From the start of a word, or a long line without an end is searched from each of its letters.
+_OPERAND = re.compile(r"(?<![\w.\-])([\w.\-]+)(?=[,)]| |$)")
 
 # `HloRematerialization` clones an instruction under its name and this.
 _REMAT = re.compile(r"\.remat(?:\d+)?(?:[._]|$)")

@@ -12,12 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ebbtide.naming import shorten
 from ebbtide.timeline import HostMemory, Lane, Span, Timeline
 from ebbtide.trace.intervals import Times
 from ebbtide.trace.names import MEMORY_CALLS, WAITING_CALLS, activation_of, plain_call, step_of
 
 _FAR = 1 << 61
 """No clock shows so many nanoseconds, 73 years, and no copy has as many bytes."""
+
+MOST_NOTES = 40
+"""A file with more faults than that is told about by their number."""
 
 NUM_NAMED = 5
 """So many unknown categories a note lists."""
@@ -119,6 +123,7 @@ class TraceBuilder:
     _unknown: Counter[str] = field(default_factory=Counter[str])
     _num_backward: int = 0
     _notes: list[str] = field(default_factory=list[str])
+    _num_more_notes: int = 0
 
     def add_work(self, work: Work) -> None:
         """Add what ran on a device; what ends before it starts is counted and left out."""
@@ -180,9 +185,13 @@ class TraceBuilder:
         self._unknown[category] += 1
 
     def note(self, text: str) -> None:
-        """Say something about the file; the same only once."""
-        if text not in self._notes:
+        """Say something about the file; the same only once, and no more than `MOST_NOTES`."""
+        if text in self._notes:
+            return
+        if len(self._notes) < MOST_NOTES:
             self._notes.append(text)
+        else:
+            self._num_more_notes += 1
 
     def build(self) -> Trace:
         """Return the trace; times start with the first thing on any device or step."""
@@ -242,6 +251,8 @@ class TraceBuilder:
 
     def _closing_notes(self) -> list[str]:
         notes: list[str] = []
+        if self._num_more_notes:
+            notes.append(f"there was as much to say {self._num_more_notes} times more")
         if self._num_backward:
             notes.append(
                 f"{self._num_backward} events end before they start, or have times that no clock "
@@ -250,7 +261,7 @@ class TraceBuilder:
             )
         if self._unknown:
             named = ", ".join(
-                f"{category!r} ({count})"
+                f"{shorten(category)!r} ({count})"
                 for category, count in self._unknown.most_common(NUM_NAMED)
             )
             more = len(self._unknown) - NUM_NAMED

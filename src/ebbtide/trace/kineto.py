@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+from ebbtide.naming import shorten
 from ebbtide.timeline import Lane
 from ebbtide.trace.annotated import CATEGORY, HEADER, MEMORY, SHOWN, AnnotatedReader
 from ebbtide.trace.builder import Trace, TraceBuilder, Work
@@ -23,7 +24,7 @@ HOW_TORCH = (
     "on a machine with a GPU, and prof.export_chrome_trace(FILE)"
 )
 
-_ON_GPU = re.compile(r"\bGPU[\s:#]*(?P<number>\d+)", re.I)
+_ON_GPU = re.compile(r"\bGPU[\s:#]*(?P<number>\d{1,9})", re.I)
 
 # What torch's profiler writes that says nothing about devices, waiting or steps.
 _PASSED_OVER = frozenset(
@@ -41,6 +42,8 @@ _PASSED_OVER = frozenset(
         *(SHOWN, "user_defined", "python", "mtia_runtime", "xpu_runtime", "cuda_event"),
     }
 )
+
+_MOST = 2**63 - 1
 
 Event = dict[str, object]
 
@@ -63,8 +66,9 @@ class _Reader:
         self._processes: dict[object, str] = {}
         self._threads: dict[tuple[object, object], str] = {}
         self._open: dict[tuple[object, object], list[Event]] = {}
-        self._others: list[Event] = []
-        """Complete events without a category of torch's, until all names are known."""
+        self._others: list[tuple[Event, int, int]] = []
+        """Complete events without a category of torch's, with their times, until all names are
+        known."""
         self._num_without_time = 0
         self._is_torch = False
         self._annotated = AnnotatedReader()
@@ -84,8 +88,8 @@ class _Reader:
         for event in self._stream:
             builder.num_events += 1
             self._take(event)
-        for event in self._others:
-            self._take_other(event)
+        for event, start, end in self._others:
+            self._take_other(event, start, end)
         fields = self._stream.fields
         if self._is_torch or "deviceProperties" in fields or "schemaVersion" in fields:
             builder.kind = TORCH
@@ -99,7 +103,7 @@ class _Reader:
         phase = event.get("ph")
         if phase == "X":
             category = event.get("cat", "")
-            category = category if isinstance(category, str) else repr(category)
+            category = _text(category)
             handle = self._by_category.get(category)
             if handle is not None:
                 self._is_torch = True
@@ -107,39 +111,38 @@ class _Reader:
                 if end is not None:
                     handle(event, start, end)
             elif category not in _PASSED_OVER:
-                self._others.append(event)
+                start, end = self._times(event)
+                if end is not None:
+                    self._others.append((event, start, end))
         elif phase == "M":
             self._name(event)
         elif phase == "B":
-            self._open.setdefault((event.get("pid"), event.get("tid")), []).append(event)
+            self._open.setdefault(_thread(event), []).append(event)
         elif phase == "E":
-            opened = self._open.get((event.get("pid"), event.get("tid")))
+            opened = self._open.get(_thread(event))
             if opened:
                 start = opened.pop()
                 begin, end = nanoseconds(start.get("ts")), nanoseconds(event.get("ts"))
                 if begin is not None and end is not None:
                     arguments = {**_arguments(start), **_arguments(event)}
-                    self._others.append(
-                        {**start, "args": arguments, "end_ns": end, "start_ns": begin}
-                    )
+                    self._others.append(({**start, "args": arguments}, begin, end))
         elif phase == "C" and event.get("cat") == CATEGORY and event.get("name") == MEMORY:
             self._annotated.take_moment(event, nanoseconds(event.get("ts")))
         elif phase == "i" and event.get("name") == "[memory]":
             self._memory(_arguments(event), nanoseconds(event.get("ts")))
 
     def _name(self, event: Event) -> None:
-        name = _arguments(event).get("name")
+        name = _text(_arguments(event).get("name"))
+        thread = _thread(event)
         if event.get("name") == "process_name":
-            self._processes[event.get("pid")] = str(name)
+            self._processes[thread[0]] = name
         elif event.get("name") == "process_labels":
-            labels = str(_arguments(event).get("labels"))
-            self._processes.setdefault(event.get("pid"), labels)
+            labels = _text(_arguments(event).get("labels"))
+            self._processes.setdefault(thread[0], labels)
         elif event.get("name") == "thread_name":
-            self._threads[event.get("pid"), event.get("tid")] = str(name)
+            self._threads[thread] = name
 
     def _times(self, event: Event) -> tuple[int, int | None]:
-        if "end_ns" in event:
-            return cast(int, event["start_ns"]), cast(int, event["end_ns"])
         start = nanoseconds(event.get("ts"))
         took = nanoseconds(event.get("dur", 0))
         if start is None or took is None:
@@ -148,14 +151,14 @@ class _Reader:
         return start, start + took
 
     def _kernel(self, event: Event, start: int, end: int) -> None:
-        self._work(event, lane_of_kernel(str(event.get("name"))), start, end)
+        self._work(event, lane_of_kernel(_text(event.get("name"))), start, end)
 
     def _copy(self, event: Event, start: int, end: int) -> None:
-        name = str(event.get("name"))
+        name = _text(event.get("name"))
         copied = lane_of_copy(name)
         if copied is None:
             self._builder.note(
-                f"a copy is named {name!r}, which says no direction; it was left out. "
+                f"a copy is named {shorten(name)!r}, which says no direction; it was left out. "
                 f"To have it counted, {HOW_TORCH}."
             )
             return
@@ -164,8 +167,8 @@ class _Reader:
     def _work(self, event: Event, lane: Lane, start: int, end: int) -> None:
         arguments = _arguments(event)
         device = arguments.get("device", event.get("pid"))
-        stream = arguments.get("stream", event.get("tid"))
-        name = str(event.get("name"))
+        stream = _text(arguments.get("stream", event.get("tid")))
+        name = _text(event.get("name"))
         self._builder.add_work(
             Work(
                 process=0,
@@ -175,7 +178,7 @@ class _Reader:
                 start_ns=start,
                 end_ns=end,
                 num_bytes=max(_whole(arguments.get("bytes"), 0), 0),
-                stream=str(stream),
+                stream=stream,
                 host_memory=memory_of(name),
                 correlation=_whole(arguments.get("correlation"), -1),
             )
@@ -183,18 +186,18 @@ class _Reader:
 
     def _call(self, event: Event, start: int, end: int) -> None:
         correlation = _whole(_arguments(event).get("correlation"), -1)
-        name = str(event.get("name"))
-        self._builder.add_call(0, event.get("tid"), name, start, end, correlation)
+        name = _text(event.get("name"))
+        self._builder.add_call(0, _thread(event)[1], name, start, end, correlation)
 
     def _annotation(self, event: Event, start: int, end: int) -> None:
-        name = str(event.get("name"))
-        self._builder.add_annotation(0, event.get("tid"), name, start, end)
+        name = _text(event.get("name"))
+        self._builder.add_annotation(0, _thread(event)[1], name, start, end)
 
     def _operator(self, event: Event, start: int, end: int) -> None:
         # Ranges that pass torch's dispatcher by are written as operators; ours do.
         name = event.get("name")
         if isinstance(name, str) and name.startswith(MARK):
-            self._builder.add_annotation(0, event.get("tid"), name, start, end)
+            self._builder.add_annotation(0, _thread(event)[1], name, start, end)
 
     def _memory(self, arguments: dict[str, Any], time_ns: int | None) -> None:
         # Device type 1 is CUDA in c10; 0 is the CPU.
@@ -207,20 +210,17 @@ class _Reader:
                 time_ns,
             )
 
-    def _take_other(self, event: Event) -> None:
-        start, end = self._times(event)
-        if end is None:
-            return
-        name, category = str(event.get("name")), event.get("cat")
-        process = event.get("pid")
+    def _take_other(self, event: Event, start: int, end: int) -> None:
+        name, category = _text(event.get("name")), event.get("cat")
+        process, number = _thread(event)
         place = self._processes.get(process, "")
-        thread = self._threads.get((process, event.get("tid")), "")
+        thread = self._threads.get((process, number), "")
         gpu = _ON_GPU.search(place) or _ON_GPU.search(thread)
         if gpu is None:
             if MARK in name or category is None:
-                self._builder.add_annotation(0, event.get("tid"), name, start, end)
+                self._builder.add_annotation(0, number, name, start, end)
             if category is not None:
-                self._builder.add_unknown(str(category))
+                self._builder.add_unknown(_text(category))
             return
         # JAX repeats what is on its streams on lines of its own, for modules and operators.
         if "stream" not in thread.lower() and any(
@@ -228,9 +228,9 @@ class _Reader:
         ):
             return
         arguments = _arguments(event)
-        details = str(arguments.get("memcpy_details", ""))
+        details = _text(arguments.get("memcpy_details", ""))
         copied = lane_of_copy(name)
-        sizes = re.search(r"\bsize:(\d+)", details)
+        sizes = re.search(r"\bsize:(\d{1,18})", details)
         self._builder.add_work(
             Work(
                 process=0,
@@ -240,7 +240,7 @@ class _Reader:
                 start_ns=start,
                 end_ns=end,
                 num_bytes=int(sizes[1]) if sizes else max(_whole(arguments.get("bytes"), 0), 0),
-                stream=thread or str(event.get("tid")),
+                stream=thread or _text(number),
                 host_memory=memory_of(f"{details} {name}"),
                 correlation=_whole(arguments.get("correlation"), -1),
             )
@@ -270,13 +270,26 @@ def _arguments(event: Event) -> dict[str, Any]:
     return cast(dict[str, Any], arguments) if isinstance(arguments, dict) else {}
 
 
-def _whole(value: object, otherwise: int) -> int:
-    """Return a whole number that may be written as text; `otherwise` if it is none."""
-    if isinstance(value, int):
-        return int(value)
+def _text(value: object) -> str:
+    """Return a text, or a number as one; what holds others has no place where this is asked."""
     if isinstance(value, str):
-        try:
-            return int(value)
-        except ValueError:
-            return otherwise
-    return otherwise
+        return value
+    return type(value).__name__ if isinstance(value, dict | list) else str(value)
+
+
+def _thread(event: Event) -> tuple[object, object]:
+    """Return process and thread, which may be numbers or texts."""
+    process, thread = event.get("pid"), event.get("tid")
+    return (
+        None if isinstance(process, dict | list) else process,
+        None if isinstance(thread, dict | list) else thread,
+    )
+
+
+def _whole(value: object, otherwise: int) -> int:
+    """Return a whole number that may be written as text; `otherwise` if it is none of 64 bits."""
+    try:
+        number = int(value) if isinstance(value, int | str) else otherwise
+    except ValueError:
+        return otherwise
+    return number if -_MOST <= number <= _MOST else otherwise

@@ -39,6 +39,20 @@ _ENUM_LANES: Final = (
     (("device-to-device", "dtod"), Lane.COMPUTE),
     (("peer-to-peer", "ptop"), Lane.COLLECTIVE),
 )
+# Columns that hold texts, or numbers of texts.
+_NAMES: Final = frozenset({"shortName", "demangledName", "text"})
+
+# A message of SQLite's may quote what is in the file, which need not be UTF-8.
+_FAULTS: Final = (sqlite3.Error, UnicodeDecodeError)
+
+_MOST_VALUE_BYTES: Final = 1 << 26
+"""No name and no row is longer."""
+
+_STEPS_AT_ONCE: Final = 100_000
+_FREE_STEPS: Final = 20_000_000
+_STEPS_PER_BYTE: Final = 40
+"""SQLite takes some 40 steps a row, a row has 10 bytes and more, and each table is read twice."""
+
 # NvtxPushPopRange and NvtxStartEndRange.
 _RANGE_TYPES = (59, 60)
 
@@ -57,9 +71,29 @@ def read_nsys(path: Path) -> Trace:
     except sqlite3.Error as error:
         raise TraceError(f"{path}: SQLite cannot open it ({error}); {HOW_NSYS}") from error
     try:
+        _distrust(database, path.stat().st_size)
         return _Reader(path, database).read()
     finally:
         database.close()
+
+
+def _distrust(database: sqlite3.Connection, file_bytes: int) -> None:
+    """Bound what a file that was made to do harm can take of memory and time.
+
+    A broken tree can lead to the same rows for ever, and a number of steps that grows with the
+    file ends it. The settings are those that SQLite's own documents advise for foreign files.
+    """
+    database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_VALUE_BYTES)
+    for setting in ("trusted_schema = OFF", "cell_size_check = ON", "mmap_size = 0"):
+        database.execute(f"PRAGMA {setting}")
+    num_left = (_FREE_STEPS + _STEPS_PER_BYTE * file_bytes) // _STEPS_AT_ONCE
+
+    def has_had_enough() -> bool:
+        nonlocal num_left
+        num_left -= 1
+        return num_left < 0
+
+    database.set_progress_handler(has_had_enough, _STEPS_AT_ONCE)
 
 
 class _Reader:
@@ -71,7 +105,7 @@ class _Reader:
         try:
             names = database.execute("SELECT name FROM sqlite_master WHERE type='table'")
             self._tables = {str(name) for (name,) in names}
-        except sqlite3.Error as error:
+        except _FAULTS as error:
             raise TraceError(
                 f"{path}: it is an SQLite file that cannot be read ({error}). Copy it again, or "
                 f"{HOW_NSYS}."
@@ -95,7 +129,7 @@ class _Reader:
         ):
             try:
                 read()
-            except sqlite3.Error as error:
+            except _FAULTS as error:
                 self._builder.note(
                     f"the file is damaged ({error}); what was read before that is shown. "
                     "Export the .nsys-rep again."
@@ -113,15 +147,21 @@ class _Reader:
         if "StringIds" not in self._tables:
             return {}
         try:
-            return dict(self._database.execute("SELECT id, value FROM StringIds"))
-        except sqlite3.Error as error:
+            return dict(
+                self._database.execute(
+                    "SELECT id, value FROM StringIds "
+                    "WHERE typeof(id) = 'integer' AND typeof(value) = 'text'"
+                )
+            )
+        except _FAULTS as error:
             self._builder.note(f"the names of kernels and calls cannot be read ({error})")
             return {}
 
     def _rows(self, table: str, *wanted: str) -> Iterable[tuple[Any, ...]]:
         """Return process, start, end and the wanted columns of all rows that have a time.
 
-        A column that is not there is None. The process is the 24 bits that nsys keeps it in.
+        A column that is not there is None; what is no name is a whole number or None, since SQLite
+        lets any value into any column. The process is the 24 bits that nsys keeps it in.
         """
         if table not in self._tables:
             return ()
@@ -132,7 +172,14 @@ class _Reader:
             return ()
         owner = next((c for c in ("globalPid", "globalTid") if c.lower() in columns), None)
         process = f"COALESCE({owner} >> 24 & 16777215, 0)" if owner else "0"
-        chosen = [f'"{c}"' if c.lower() in columns else "NULL" for c in wanted]
+        chosen = [
+            "NULL"
+            if column.lower() not in columns
+            else f'"{column}"'
+            if column in _NAMES
+            else f'CAST("{column}" AS INTEGER)'
+            for column in wanted
+        ]
         timed = "typeof(start) = 'integer' AND typeof(\"end\") = 'integer'"
         if table == RANGES:
             # What is pushed and never popped has no end: the reader counts it.
@@ -145,7 +192,7 @@ class _Reader:
         try:
             counts = self._database.execute(f"SELECT COUNT(*), SUM({timed}) FROM {table}")
             num_rows, num_timed = counts.fetchone()
-        except sqlite3.Error:
+        except _FAULTS:
             return  # reading the rows says so
         self._builder.num_events += num_rows
         if (num_timed or 0) < num_rows:
@@ -266,9 +313,11 @@ class _Reader:
     def _enum(self, table: str) -> Iterator[tuple[int, str]]:
         if table in self._tables:
             try:
-                for number, label in self._database.execute(f"SELECT id, label FROM {table}"):
+                for number, label in self._database.execute(
+                    f"SELECT id, label FROM {table} WHERE typeof(id) = 'integer'"
+                ):
                     yield number, str(label).lower()
-            except sqlite3.Error:
+            except _FAULTS:
                 self._builder.note(f"{table} cannot be read; CUPTI's numbers were taken")
 
 

@@ -25,9 +25,9 @@ HOW_JAX: Final = (
     "FOLDER/plugins/profile/*/*.xplane.pb"
 )
 
-_GPU_PLANE = re.compile(r"/device:GPU:(?P<number>\d+)")
+_GPU_PLANE = re.compile(r"/device:GPU:(?P<number>\d{1,9})")
 _HOST_PLANE = "/host:CPU"
-_SIZE = re.compile(r"\bsize:(?P<bytes>\d+)")
+_SIZE = re.compile(r"\bsize:(?P<bytes>\d{1,18})")
 # Lines that repeat what is on the streams, by module and operator.
 _DERIVED = frozenset({"Steps", "XLA Modules", "XLA Ops", "XLA TraceMe", "Framework Ops"})
 
