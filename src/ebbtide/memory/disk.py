@@ -101,7 +101,8 @@ class DiskStore:
         calls: The calls to the system; other ones than the real ones are for tests.
 
     Raises:
-        MemoryTierError: A folder does not exist, is not a folder, or no file can be made in it.
+        MemoryTierError: A folder does not exist, is not a folder, could be another user's doing, or
+            no file can be made in it.
         MissingExtraError: Checksums were asked for, and xxhash is not installed.
         ValueError: There is no folder, a cap is below 0, a rate is not above 0 or of no folder, or
             `num_threads` is below 1.

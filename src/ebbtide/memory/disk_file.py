@@ -16,6 +16,7 @@ import numpy as np
 
 from ebbtide.errors import MemoryTierError
 from ebbtide.memory.file_calls import AbstractFileCalls, aligned_memory
+from ebbtide.memory.folders import check_folder
 from ebbtide.units import format_bytes
 
 log = logging.getLogger("ebbtide")
@@ -42,7 +43,8 @@ class DiskFile:
         calls: The calls to the system.
 
     Raises:
-        MemoryTierError: The folder does not exist, is not a folder, or no file can be made in it.
+        MemoryTierError: The folder does not exist, is not a folder, could be another user's doing
+            (`check_folder`), or no file can be made in it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], calls: AbstractFileCalls) -> None:
@@ -51,7 +53,7 @@ class DiskFile:
         self._place = f"disk folder {str(self.folder)!r}"
         self._calls = calls
         self._staging = threading.local()
-        self._check_folder()
+        check_folder(self.folder)
         self._remove_stale_files()
         # The random part is for other processes and other stores of this one.
         path = self.folder / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
@@ -185,18 +187,6 @@ class DiskFile:
             memory = self._staging.memory = aligned_memory(STAGE_BYTES)
         return memory[: -(-num_bytes // self.block_bytes) * self.block_bytes]
 
-    def _check_folder(self) -> None:
-        if not self.folder.exists():
-            raise MemoryTierError(
-                f"{self._place} does not exist; ebbtide makes a file in it, but never the folder. "
-                "Create it, or name another one."
-            )
-        if not self.folder.is_dir():
-            raise MemoryTierError(
-                f"{self._place} is not a folder; ebbtide makes a file of its own in a folder. "
-                f"Name a folder, for example {str(self.folder.parent)!r}."
-            )
-
     def _remove_stale_files(self) -> None:
         """Remove what a killed process left, on a file system without nameless files."""
         try:
@@ -206,7 +196,8 @@ class DiskFile:
         for path in found:
             try:
                 status = path.lstat()
-                if stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime > _STALE_S:
+                is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+                if is_ours and time.time() - status.st_mtime > _STALE_S:
                     path.unlink()
             except OSError as error:
                 log.debug("%s stays: %s", path, error)

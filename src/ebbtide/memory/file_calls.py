@@ -95,6 +95,7 @@ def _open_nameless(path: Path) -> int:
         except OSError as error:
             if error.errno not in _NO_NAMELESS_FILES:
                 raise
+    # O_EXCL follows no link: whoever put one there gets an error.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     path.unlink()
     return descriptor
