@@ -1,5 +1,6 @@
 """Tricks with the way to a disk folder: what is refused, and what is followed."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -138,9 +139,14 @@ def test_a_folder_by_a_relative_path_is_found(
 def test_a_link_in_place_of_the_file_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A file system that has no nameless files: ours has a name for a moment.
-    monkeypatch.delattr(os, "O_TMPFILE")
-    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY, raising=False)
+    real = os.open
+
+    def refuse_nameless(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse_nameless)
     (tmp_path / "victim").write_text("kept")
     (tmp_path / "name").symlink_to("victim")
     with pytest.raises(FileExistsError):

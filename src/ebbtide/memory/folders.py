@@ -1,7 +1,7 @@
 """Whether a folder is a place for files that nobody else should reach.
 
-A file of the disk tier has no name, and only its owner may open it. What is left to check is the way
-to it: whoever can put another folder in place of one on the way decides where activations go.
+A file of the disk tier has no name, and only its owner may open it. What is left to check is the
+way to it: whoever can put another folder in place of one on it decides where activations go.
 """
 
 import os
