@@ -50,8 +50,8 @@ COMMANDS = (
     LazyCommand(
         name="doctor",
         module="ebbtide.commands.doctor",
-        extras="jax",
-        summary="Say which flags of this environment make offloading in JAX slow or unsafe.",
+        extras="torch,jax",
+        summary="Say what this machine can do, and what of it makes offloading slow.",
     ),
     LazyCommand(
         name="observe",

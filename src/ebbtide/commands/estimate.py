@@ -325,7 +325,7 @@ def _draw(path: Path | None, draw: Callable[[Path], None]) -> None:
         raise ValueError(
             f"--picture {path}: the file cannot be written ({error.strerror}); name another"
         ) from error
-    typer.echo(f"ebbtide estimate: wrote {path}", err=True)
+    echo(f"ebbtide estimate: wrote {path}", err=True)
 
 
 def _any(found: Largest) -> bool:

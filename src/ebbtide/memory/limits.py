@@ -33,6 +33,8 @@ class HostLimit:
     """What may be pinned under it, a reserve taken off."""
     advice: str
     """How to raise it: half a sentence."""
+    is_of_group: bool = False
+    """Of a control group around the process, and not of the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +142,7 @@ def _limit_of(
             "Raise the container's memory limit (`docker run --memory`, `resources.limits.memory` "
             "in Kubernetes, `--mem` in Slurm)"
         ),
+        is_of_group=True,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,11 +17,12 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from ebbtide.machine import Machine
+from ebbtide.machine import ASSUMED_SLOWDOWN_PPM, Machine
 from ebbtide.memory.disk_rates import NUM_BYTES as DISK_BYTES
 from ebbtide.memory.disk_rates import measure_rates
 from ebbtide.memory.limits import find_tightest_limit
 from ebbtide.torch.devices.pinned import pinned_memory_of
+from ebbtide.torch.link import NUM_COPIES, LinkTrial, Way, time_copies
 from ebbtide.torch.tiers import take_what_there_is
 from ebbtide.units import DiskSpec, format_bytes
 
@@ -29,16 +30,6 @@ log = logging.getLogger("ebbtide")
 
 LINK_BYTES = 256 * 2**20
 """Copied in one timing: 5 ms at 55 GB/s, where launching a copy takes some microseconds."""
-
-SLOWDOWN_PPM = 15_000
-"""Not probed: a matrix product ran 3 % slower beside copies both ways (one H200, PCIe 5 x16), and
-half of that is assumed for each way."""
-
-# The first one pays for what the driver sets up, and is not counted.
-_NUM_COPIES = 3
-
-_NUM_MEASURED = 3
-"""Out, in, and both ways at once."""
 
 _LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
 
@@ -94,7 +85,7 @@ def _probe(
     limit = find_tightest_limit()
     room_bytes = free_bytes if limit is None else limit.room_bytes
     copying = f"{num_local_ranks} local ranks copying at once" if is_distributed else "one process"
-    measured = [f"best of {_NUM_COPIES} x {format_bytes(num_bytes)} pinned"] if is_cuda else []
+    measured = [f"best of {NUM_COPIES} x {format_bytes(num_bytes)} pinned"] if is_cuda else []
     disk_bytes = sum(spec.cap_bytes for spec in used)
     measured += [f"{format_bytes(min(DISK_BYTES, disk_bytes))} on disk"] if used else []
     return Machine(
@@ -107,7 +98,7 @@ def _probe(
         disk_bytes=disk_bytes,
         disk_write_bytes_per_s=sum(rate.write_bytes_per_s for rate in disk_rates),
         disk_read_bytes_per_s=sum(rate.read_bytes_per_s for rate in disk_rates),
-        slowdown_ppm=SLOWDOWN_PPM if is_cuda else 0,
+        slowdown_ppm=ASSUMED_SLOWDOWN_PPM if is_cuda else 0,
         num_local_ranks=num_local_ranks,
         source=f"probed with torch {torch.__version__}: {', '.join((*measured, copying))}",
     )
@@ -142,7 +133,7 @@ def _measure_link(device: torch.device, num_bytes: int) -> _LinkRates:
     taken = take_what_there_is(pinned_memory_of(device).pin, num_bytes)
     if taken.region is None:
         log.warning("%s Plans for a budget move nothing to host memory.", taken.refusal)
-        for _ in range(_NUM_MEASURED * (1 + _NUM_COPIES)):
+        for _ in range(len(Way) * (1 + NUM_COPIES)):
             _wait_for_other_ranks()  # they measure without this one
         return _LinkRates()
     try:
@@ -155,47 +146,13 @@ def _measure_link(device: torch.device, num_bytes: int) -> _LinkRates:
 
 
 def _measure_copies(memory: Tensor, host: Tensor) -> _LinkRates:
-    """Copy `memory` out, in, and one half each way at once; on the current device."""
-    num_bytes = memory.numel()
-    middle = num_bytes // 2
-    lanes = (torch.cuda.Stream(), torch.cuda.Stream())
-
-    def copy_out() -> None:
-        host.copy_(memory, non_blocking=True)
-
-    def copy_in() -> None:
-        memory.copy_(host, non_blocking=True)
-
-    def copy_both() -> None:
-        current = torch.cuda.current_stream()
-        for lane in lanes:
-            lane.wait_stream(current)
-        with torch.cuda.stream(lanes[0]):
-            host[:middle].copy_(memory[:middle], non_blocking=True)
-        with torch.cuda.stream(lanes[1]):
-            memory[middle:].copy_(host[middle:], non_blocking=True)
-        for lane in lanes:
-            current.wait_stream(lane)
-
+    """Copy `memory` out, in, and one half each way at once."""
+    trial = LinkTrial(memory, host)
+    rates = {
+        way: time_copies([trial], way, wait_for_others=_wait_for_other_ranks)[0] for way in Way
+    }
     return _LinkRates(
-        out_bytes_per_s=_time_copies(copy_out, num_bytes),
-        in_bytes_per_s=_time_copies(copy_in, num_bytes),
-        both_bytes_per_s=_time_copies(copy_both, num_bytes),
+        out_bytes_per_s=rates[Way.OUT],
+        in_bytes_per_s=rates[Way.IN],
+        both_bytes_per_s=rates[Way.BOTH],
     )
-
-
-def _time_copies(start: Callable[[], None], num_bytes: int) -> int:
-    """Return the best rate of a few copies, all that `start` queues counting as one."""
-    seconds: list[float] = []
-    for _ in range(1 + _NUM_COPIES):
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        _wait_for_other_ranks()
-        # What the ranks meet in may itself run on the device.
-        torch.cuda.synchronize()
-        before.record()
-        start()
-        after.record()
-        after.synchronize()
-        seconds.append(before.elapsed_time(after) / 1000)
-    return max(1, int(num_bytes / max(min(seconds[1:]), 1e-9)))

@@ -136,12 +136,16 @@ class PinnedMemory:
 
 def pinned_memory_of(device: torch.device) -> PinnedMemory:
     """Return the way to pinned memory for a GPU, from the node that the GPU is on."""
+    return PinnedMemory(CudaDriver(device), numa_node=find_node(pci_address_of(device)))
+
+
+def pci_address_of(device: torch.device) -> str:
+    """Return where a GPU is on the PCI bus, such as `0000:17:00.0`."""
     properties: Any = torch.cuda.get_device_properties(device)
-    address = (
+    return (
         f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:"
         f"{properties.pci_device_id:02x}.0"
     )
-    return PinnedMemory(CudaDriver(device), numa_node=find_node(address))
 
 
 def _note(pages: HostPages) -> None:
