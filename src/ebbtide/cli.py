@@ -8,9 +8,10 @@ import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
+import typer.core
 
 from ebbtide.commands.output import printable
 from ebbtide.errors import EbbtideError, ExitCode, MissingExtraError
@@ -125,6 +126,14 @@ def _no_options() -> None:
     """Fit training in memory: evict, fetch or recompute activations."""
 
 
+class PassOn(typer.core.TyperCommand):
+    """A command whose arguments are all another one's: options too, and two dashes."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take everything as it is."""
+        return super().parse_args(ctx, ["--", *args])
+
+
 def _add_lazily(app: typer.Typer, command: LazyCommand) -> None:
     """Add a stand-in that passes its arguments, `--help` too, to the real command."""
 
@@ -133,13 +142,7 @@ def _add_lazily(app: typer.Typer, command: LazyCommand) -> None:
     ) -> None:
         _run(command, arguments or [])
 
-    app.command(
-        command.name,
-        help=command.summary,
-        add_help_option=False,
-        # Options that the stand-in does not know are arguments to it, in their order.
-        context_settings={"ignore_unknown_options": True},
-    )(stand_in)
+    app.command(command.name, cls=PassOn, help=command.summary, add_help_option=False)(stand_in)
 
 
 def _run(command: LazyCommand, arguments: list[str]) -> None:

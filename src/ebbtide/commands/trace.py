@@ -11,6 +11,14 @@ import typer
 
 from ebbtide.commands.arguments import read_machine, read_plan, read_workload
 from ebbtide.commands.output import echo
+from ebbtide.commands.record import (
+    AFTER_DASHES,
+    CommandAfterDashes,
+    Recorded,
+    Recording,
+    choose,
+    run_recorded,
+)
 from ebbtide.commands.trace_json import describe_trace
 from ebbtide.commands.trace_page import write_page
 from ebbtide.commands.trace_plot import check_can_draw
@@ -25,18 +33,33 @@ from ebbtide.trace.read import read_trace
 
 def register(app: typer.Typer) -> None:
     """Add the command `trace` to `app`."""
-    app.command("trace")(trace)
+    app.command("trace", cls=CommandAfterDashes)(trace)
 
 
 def trace(
     file: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="FILE",
             help="A trace of torch.profiler (JSON, plain or gzip), an SQLite export of Nsight "
             "Systems, or an xplane.pb of jax.profiler.",
         ),
-    ],
+    ] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT",
+            help="Run the command after -- under torch's profiler, write OUT, and read that.",
+        ),
+    ] = None,
+    skip: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --record: training steps before it starts; 5."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="With --record: training steps to record; 3.")
+    ] = None,
+    command: Annotated[list[str] | None, typer.Option(AFTER_DASHES, hidden=True)] = None,
     plan: Annotated[
         Path | None,
         typer.Option(
@@ -73,10 +96,14 @@ def trace(
 ) -> None:
     """Say how much of the copies lay under compute, how much did not, and what to change.
 
-    Exit status 1: the file is no trace, or nothing in it ran on a GPU. 2: misuse.
+    Exit status 1: the file is no trace, or nothing in it ran on a GPU, or nothing was recorded. 2:
+    misuse. With --record, that of the command if it is not 0.
     """
+    recorded: Recorded | None = None
     try:
-        if not file.exists():
+        chosen = choose(file, record, command or [], skip=skip, steps=steps)
+        file = chosen.out if isinstance(chosen, Recording) else chosen
+        if not isinstance(chosen, Recording) and not file.exists():
             raise ValueError(f"FILE {file}: there is no such file; give an existing one")
         if plan is not None and (workload is None or machine is None):
             raise ValueError(
@@ -97,6 +124,11 @@ def trace(
         _refuse(error)
     if html is not None:
         check_can_draw()
+    if isinstance(chosen, Recording):
+        recorded = run_recorded(chosen, is_quiet=json)
+        _say(recorded.message)
+        if not recorded.num_steps:
+            raise typer.Exit(recorded.exit_code or ExitCode.FAILED)
     read = read_trace(file)
     analyses = [analyse(device.timeline, on) for device in read.devices]
     comparisons: list[Comparison] = []
@@ -120,10 +152,12 @@ def trace(
         _write("--html", html, lambda: write_page(html, read, analyses, findings, comparisons))
     if perfetto is not None and read.devices:
         _write("--perfetto", perfetto, lambda: write_annotated(perfetto, read, analyses))
+    for option, out in (("--html", html), ("--perfetto", perfetto)):
+        if out is not None and not read.devices:
+            _say(f"{option} {out}: it is not written: there is nothing to show")
+    if recorded is not None and recorded.exit_code:
+        raise typer.Exit(recorded.exit_code)
     if not read.devices:
-        for option, out in (("--html", html), ("--perfetto", perfetto)):
-            if out is not None:
-                _say(f"{option} {out}: it is not written: there is nothing to show")
         raise typer.Exit(ExitCode.FAILED)
 
 
