@@ -40,13 +40,13 @@ from ebbtide.compare.meter import (
     read_pinned_peak,
 )
 from ebbtide.compare.names import runs_compiled
+from ebbtide.compare.processes import PROGRESS_PREFIX
 from ebbtide.compare.results import Row, Status, write_row
 from ebbtide.compare.routing import describe_routing
 from ebbtide.compare.strategies import make_strategy
 from ebbtide.compare.strategy import Applied
 from ebbtide.compare.task import (
     ADAMW_LEARNING_RATE,
-    PROGRESS_PREFIX,
     SGD_LEARNING_RATE,
     Optimizer,
     Task,

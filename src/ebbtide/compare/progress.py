@@ -8,7 +8,7 @@ from typing import Self, final
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ebbtide.compare.harness import AbstractObserver
+from ebbtide.compare.processes import AbstractObserver
 from ebbtide.compare.results import Row, Status, take_median, to_gib, to_ms
 
 MAX_LAST_LINES = 20

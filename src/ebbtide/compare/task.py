@@ -11,9 +11,6 @@ from typing import Any, assert_never
 from ebbtide.compare.loss import LossKind
 from ebbtide.compare.workloads import ModelSource, Weights
 
-# Starts each line on a child's stdout that says which step it takes.
-PROGRESS_PREFIX = "ebbtide-step "
-
 # SmolLM2-135M fine-tuned for six AdamW steps at this rate on one 512-token window: its loss
 # fell from 3.34 to 2.50 (CPU, fp32).
 ADAMW_LEARNING_RATE = 2e-5

@@ -1,0 +1,64 @@
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from ebbtide.compare.processes import extract_reason, read_outcome
+from ebbtide.compare.results import Row, Status, write_row
+
+TRACEBACK = """a warning
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+    first()
+ValueError: not this one
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "b.py", line 2, in <module>
+    second()
+RuntimeError: the message
+goes on
+"""
+
+
+def test_the_reason_is_the_last_exception_on_one_line() -> None:
+    assert extract_reason(TRACEBACK) == "RuntimeError: the message goes on"
+
+
+def test_without_a_traceback_the_reason_is_the_last_line() -> None:
+    assert extract_reason("loading\nSegmentation fault\n") == "Segmentation fault"
+    assert extract_reason("") == ""
+
+
+def test_a_long_reason_is_cut() -> None:
+    assert len(extract_reason("Traceback (most recent call last):\nE: " + "x" * 1000)) == 300
+
+
+def test_a_finished_child_leaves_its_row(tmp_path: Path) -> None:
+    row = Row(strategy="keep", status=Status.OK, loss=1.5)
+    (tmp_path / "row.json").write_text(json.dumps(write_row(row)))
+    assert read_outcome("keep", tmp_path / "row.json", 0, "") == row
+
+
+def test_a_kill_is_out_of_memory(tmp_path: Path) -> None:
+    row = read_outcome("keep", tmp_path / "row.json", -signal.SIGKILL, "")
+    assert row.status is Status.OOM
+    assert "SIGKILL" in row.note
+
+
+@pytest.mark.parametrize(
+    ("exit_status", "last_words", "note"),
+    [
+        (1, TRACEBACK, "RuntimeError: the message goes on"),
+        (3, "", "exit status 3"),
+        (-signal.SIGSEGV, "", "ended by signal SIGSEGV"),
+        (-signal.SIGABRT, "terminate called", "ended by signal SIGABRT: terminate called"),
+    ],
+)
+def test_any_other_end_is_an_error(
+    tmp_path: Path, exit_status: int, last_words: str, note: str
+) -> None:
+    row = read_outcome("trl", tmp_path / "row.json", exit_status, last_words)
+    assert (row.status, row.note, row.step_ns) == (Status.ERROR, note, ())
