@@ -76,6 +76,23 @@ def test_the_residuals_are_those_of_the_plan(small: Tide) -> None:
     assert kept == set(policy.saved)
 
 
+@pytest.mark.slow
+def test_the_plans_gradients_are_verified_with_the_same_block() -> None:
+    params, x = blocks.make_params(jnp.float32, blocks.MLP), blocks.make_input(jnp.float32)
+    one = jax.tree.map(lambda leaf: leaf[0], params)
+    given: dict[str, Any] = {"machine": MACHINE, "rates": RATES, "min_bytes": 0}
+    tide = plan_for(
+        *(blocks.nested_block, one, x),
+        layers=4,
+        budget=2**20,
+        decide={"*": "HOST"},
+        **given,
+    )
+    assert tide.named_policy().offloaded
+    found = tide.verify(blocks.nested_block, one, x)
+    assert (found.equal, found.layers) == (True, 3)
+
+
 def num_products(block: Any) -> int:
     def loss(params: Any, x: Array) -> Array:
         return block(params, x).astype(jnp.float32).sum()

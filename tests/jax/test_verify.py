@@ -14,6 +14,7 @@ from ebbtide.jax.late import late_stack
 from ebbtide.jax.verify import (
     ALLOWED_NOISES,
     Verification,
+    scan_body,
     stack_layers,
     verify,
     verify_stacks,
@@ -384,3 +385,22 @@ def test_another_output_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"output is float32\[4, 8\] .* float32\[2, 8\]"):
         verify_stacks(plain_stack, narrower, stack_layers(make_layer(), 3), X)
+
+
+def plain_mlp(params: Tree, x_BD: jax.Array, shift: jax.Array) -> jax.Array:
+    h = checkpoint_name(jnp.tanh(x_BD @ params["up"] + shift), "h")
+    return x_BD + params["scale"] * (h @ params["down"])
+
+
+def test_a_block_as_plan_for_takes_it_is_a_scans_body() -> None:
+    shift = shaped(2 * D, seed=4)
+    body = scan_body(plain_mlp, shift)
+    params = stack_layers(make_layer(), L)
+    y, _ = jax.lax.scan(body, X, params)
+    expected = X
+    for layer in range(L):
+        one = jax.tree.map(lambda leaf: leaf[layer], params)  # noqa: B023
+        expected = plain_mlp(one, expected, shift)
+    np.testing.assert_allclose(y, expected, rtol=1e-5)
+    offloaded = scan_body(jax.checkpoint(plain_mlp, policy=OFFLOAD_H), shift)
+    assert verify(body, offloaded, make_layer(), X, layers=3).equal

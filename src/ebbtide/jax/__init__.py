@@ -9,7 +9,7 @@ from ebbtide.jax.observe import Observation, Rates, observe
 from ebbtide.jax.policy import NamedPolicy, Residual, check_policy, residuals_of
 from ebbtide.jax.step import StepMemory, StepPlan, plan_step
 from ebbtide.jax.tide import Tide, plan_for
-from ebbtide.jax.verify import verify, verify_stacks
+from ebbtide.jax.verify import scan_body, verify, verify_stacks
 
 __all__ = [
     "NamedPolicy",
@@ -29,6 +29,7 @@ __all__ = [
     "plan_step",
     "reference_attention",
     "residuals_of",
+    "scan_body",
     "verify",
     "verify_stacks",
     "with_names",

@@ -16,6 +16,7 @@ from ebbtide.jax.names import with_names
 from ebbtide.jax.observe import LAYER, Observation, Pace, Rates, observe
 from ebbtide.jax.policy import NamedPolicy, check_policy, policy_of
 from ebbtide.jax.probe import probe_machine
+from ebbtide.jax.verify import MIN_LAYERS, Verification, scan_body, verify
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import MIN_BYTES
@@ -118,6 +119,27 @@ class Tide:
             policy=policy.to_jax(),
             prevent_cse=not self.is_scanned,
         )
+
+    def verify(
+        self, block: Callable[..., Any], params: Any, x: Any, *rest: Any, layers: int = MIN_LAYERS
+    ) -> Verification:
+        """Compare gradients of a small scanned stack under the plan with those of the plain one.
+
+        `ebbtide.jax.verify` says what is compared; it runs on the backend in use.
+
+        Args:
+            block: The block that was planned.
+            params: Arrays: the parameters of one layer, from which different ones are made.
+            x: Array: an input of the scale that it has in training; fewer tokens will do.
+            rest: What else a block takes; the same for all layers.
+            layers: Of the stack, at least 3.
+
+        Raises:
+            PlanError: The layers differ: verify each with `scan_body(self.checkpoint(block, i))`.
+            ValueError: As `ebbtide.jax.verify`.
+        """
+        planned = scan_body(self.checkpoint(block), *rest)
+        return verify(scan_body(block, *rest), planned, params, x, layers=layers)
 
     def report(self) -> str:
         """Return a few lines for people: what is decided, and what it should take."""

@@ -187,6 +187,18 @@ def verify(
     return _verify(_Stacks(plain, other, recomputed, late_stack(block)), stacked, x)
 
 
+def scan_body(block: Callable[..., Tree], *rest: Any) -> Block:
+    """Return a block as `plan_for` takes it, `block(params, x, *rest) -> x`, as a scan's body.
+
+    So one definition serves both: `jax.lax.scan(scan_body(tide.checkpoint(block)), x, params)`.
+
+    Args:
+        block: The block, plain or under a plan.
+        rest: What else it takes; the same for all layers.
+    """
+    return lambda carry, params: (block(params, carry, *rest), None)
+
+
 def verify_stacks(
     plain: Stack, other: Stack, params: Tree, x: Tree, *, reordered: Stack | None = None
 ) -> Verification:
