@@ -1,0 +1,43 @@
+"""Pipelines train as without ebbtide: micro-batches whose forwards and backwards interleave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.torch.distributed.pp import NUM_MICRO_BATCHES
+from tests.torch.distributed.ranks import (
+    assert_plan_was_run,
+    assert_trained_alike,
+    by_case,
+    run_ranks,
+)
+
+pytestmark = pytest.mark.slow
+
+Results = dict[tuple[str, str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return by_case(run_ranks("pp", tmp_path_factory.mktemp("pp")))
+
+
+@pytest.mark.parametrize("case", ["1F1B", "GPipe", "interleaved"])
+def test_stages_have_the_gradients_of_plain_stages(case: str, results: Results) -> None:
+    plans = [plan for name, plan in results if name == case]
+    assert len(plans) >= 2
+    for plan in plans:
+        assert_trained_alike(results[case, plan])
+        assert_plan_was_run(results[case, plan], plan, num_micro_batches=NUM_MICRO_BATCHES)
+
+
+@pytest.mark.parametrize("plan", ["recompute", "balanced"])
+def test_two_stages_of_one_attach_have_the_right_gradients(plan: str, results: Results) -> None:
+    """Fetches are then guessed in an order that is not that of backward, so some come twice."""
+    of_ranks = results["interleaved, both stages in one", plan]
+    assert_trained_alike(of_ranks)
+    for result in of_ranks:
+        planned_bytes = NUM_MICRO_BATCHES * result["planned_bytes"]
+        assert result["moved_out_bytes"] == planned_bytes <= result["moved_in_bytes"]
