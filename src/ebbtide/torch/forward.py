@@ -19,6 +19,7 @@ from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import inner_module
 from ebbtide.torch.record import ACTIVATION_ROLES, Record
 from ebbtide.torch.script import Scripts
+from ebbtide.torch.sharded import local_of
 from ebbtide.torch.stopwatch import BlockTiming
 from ebbtide.torch.tape import Tape
 from ebbtide.torch.traffic import Traffic
@@ -176,12 +177,10 @@ def storages_in(args: Any, kwargs: Any) -> frozenset[int]:
 
 def differentiable_storages(args: Any, kwargs: Any) -> frozenset[int]:
     """Return the storages of what a block is given that needs gradients."""
-    found = (*tensors_in(args), *tensors_in(kwargs))
-    return frozenset(
-        storage_key(t)
-        for t in found
-        if t.requires_grad and type(t) is Tensor and t.layout is torch.strided
-    )
+    found = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
+    plain = [t for t in found if type(t) is Tensor and t.layout is torch.strided]
+    locals_ = [local for t in found if (local := local_of(t)) is not None]
+    return frozenset(storage_key(t) for t in (*plain, *locals_))
 
 
 def first_floating(args: Any, kwargs: Any) -> Tensor | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._profiler import _RecordFunctionFast
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
@@ -99,6 +100,24 @@ def alias_of(tensor: Tensor) -> Tensor:
         return tensor.detach()
     finally:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_VERSIONS, True)
+
+
+def local_part_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor itself, not a view of it that autograd knows."""
+    dtensor: Any = tensor
+    return dtensor._local_tensor
+
+
+def spec_of(tensor: Tensor) -> Any:
+    """Return how a DTensor lies over the ranks."""
+    dtensor: Any = tensor
+    return dtensor._spec
+
+
+def dtensor_of(local: Tensor, spec: Any) -> Tensor:
+    """Return a DTensor over a local part, which autograd knows nothing of."""
+    make: Any = DTensor  # its stub has the arguments of its `__init__`
+    return make(local, spec, requires_grad=False)
 
 
 def tensor_tables(module: nn.Module) -> tuple[Mapping[str, Tensor | None], ...]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import tensor_tables
+from ebbtide.torch.sharded import local_of
 
 Recent = dict[int, weakref.ref[Tensor]]
 """Parameters and buffers of earlier lookups, by the storage that they stood on then."""
@@ -46,7 +47,7 @@ class Parameters:
         found = self._recent.get(key)
         tensor = None if found is None else found()
         # The key is that of a storage that is alive: the one it stands on, or of somebody else.
-        return tensor if tensor is not None and storage_key(tensor) == key else None
+        return tensor if tensor is not None and _key_of(tensor) == key else None
 
     def get(self, key: int) -> Tensor | None:
         """Return the parameter or buffer over a storage."""
@@ -78,15 +79,20 @@ class Parameters:
 
 
 def storages_of(modules: Iterable[nn.Module]) -> dict[int, Tensor]:
-    """Return the plain parameters and buffers that these modules hold themselves, by storage."""
+    """Return the parameters and buffers that these modules hold themselves, by storage.
+
+    Of a DTensor that is the storage of this rank's part; what is not strided is left out.
+    """
     return {
-        storage_key(tensor): tensor
+        key: tensor
         for module in modules
         for table in tensor_tables(module)
         for tensor in table.values()
-        if tensor is not None and _is_plain(tensor)
+        if tensor is not None and (key := _key_of(tensor)) is not None
     }
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+def _key_of(tensor: Tensor) -> int | None:
+    """Return the storage that a parameter or buffer stands on."""
+    plain = tensor if type(tensor) in (Tensor, nn.Parameter) else local_of(tensor)
+    return None if plain is None or plain.layout is not torch.strided else storage_key(plain)

@@ -59,6 +59,19 @@ ACTIVATION_ROLES: Final = frozenset({Role.INPUT, Role.COMPUTED})
 """What a plan decides; all else is referenced, or made again from parameters."""
 
 
+class Outer(NamedTuple):
+    """A DTensor over some storage: it counts the writes to it, and its local part does not."""
+
+    alias: Tensor
+    version: int
+    """When the storage was taken over."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the DTensor was written to since."""
+        return self.alias._version != self.version
+
+
 class Node:
     """One storage at one version.
 
@@ -77,7 +90,8 @@ class Node:
     __slots__ = (
         "activation", "call", "decision", "group", "index", "is_copy", "is_root", "is_shared",
         "kept", "kind", "layout", "memo", "name", "num_bytes", "num_left", "num_packs", "num_uses",
-        "op", "pieces", "place", "role", "slot", "source", "until_check", "version", "watched",
+        "op", "outers", "pieces", "place", "role", "slot", "source", "until_check", "version",
+        "watched",
     )  # fmt: skip
 
     def __init__(
@@ -113,6 +127,8 @@ class Node:
         self.watched: dict[int, tuple[Tensor, int]] = {}
         """While `kept` is no copy: an alias of each saved tensor by its handle's number, and its
         version. Tensors of one storage may count their versions apart."""
+        self.outers: list[Outer] = []
+        """While `kept` is no copy: DTensors over the storage."""
         self.source: Tensor | None = None
         """The value that recipes start from, where `kept` may be written to."""
         self.is_shared = True
@@ -142,9 +158,28 @@ class Node:
     def is_written(self) -> bool:
         """Whether what is kept was written to since, as the counter of some alias tells."""
         assert self.kept is not None, "bug in ebbtide"
-        return self.kept._version != self.version or any(
-            alias._version != version for alias, version in self.watched.values()
+        return (
+            self.kept._version != self.version
+            or any(alias._version != version for alias, version in self.watched.values())
+            or any(outer.is_written for outer in self.outers)
         )
+
+    def refuse_written_outer(self) -> None:
+        """Raise, as torch does, where a DTensor over what is kept was written to.
+
+        Raises:
+            RuntimeError: It was.
+        """
+        for alias, version in self.outers:
+            if alias._version != version:
+                raise RuntimeError(
+                    MUTATED.format(name=self.name, saved=version, now=alias._version)
+                )
+
+    def watch_nothing(self) -> None:
+        """Let go of all aliases: later writes to the storage do not matter any more."""
+        self.watched.clear()
+        self.outers.clear()
 
 
 class Ref(NamedTuple):
@@ -219,13 +254,16 @@ class Record:
             place,
             node.kept,
             node.activation,
-            is_shared=node.is_shared,
+            # An equal version of a local part does not tell that nobody wrote to it.
+            is_shared=node.is_shared and not node.outers,
         )
         for alias, _ in node.watched.values():
             if alias is not node.kept:
                 self.traffic.watch(node.slot, alias)
+        for outer in node.outers:
+            self.traffic.watch_alias(node.slot, *outer)
         node.kept = None
-        node.watched.clear()
+        node.watch_nothing()
         if self.is_checked:
             # The copy must hold the value at save time, or a later write that the dispatcher
             # does not see could pass the check by chance.
@@ -318,7 +356,7 @@ class Record:
             self._pieces[node.index, layout] = piece.index
         node.num_packs = 0
         node.kept = None
-        node.watched.clear()
+        node.watch_nothing()
 
     def _take_pieces(self, node: Node, pieces: dict[Layout, int]) -> list[Place | None] | None:
         """Change the room that is reserved for a node into room for its pieces.
@@ -361,6 +399,7 @@ class Record:
                 raise RuntimeError(
                     MUTATED.format(name=node.name, saved=handle.version, now=alias._version)
                 )
+            node.refuse_written_outer()
             owner = self._storage_of(node)
             if node.num_left > 1 and alias is None and is_in_custom_backward():
                 # It may write to what it saved, and the bytes are needed again.
@@ -382,7 +421,7 @@ class Record:
         for node in self.nodes:
             if node is not None:  # a frame of an error may hold it
                 node.kept = node.source = node.slot = None
-                node.watched.clear()
+                node.watch_nothing()
         self.nodes.clear()
         self.calls.clear()
 
@@ -459,7 +498,7 @@ class Record:
                 node.until_check = False
                 if node.kept is not None and not node.is_copy:
                     node.kept, node.decision = None, Decision.RECOMPUTE
-                    node.watched.clear()
+                    node.watch_nothing()
         self._count_uses(self._needed_calls(is_after_check=False))
 
     def _keep_instead(self, node: Node, real: Sequence[tuple["Handle", Tensor]]) -> None:
@@ -547,6 +586,7 @@ class Record:
                 raise RuntimeError(
                     MUTATED.format(name=node.name, saved=node.version, now=node.kept._version)
                 )
+            node.refuse_written_outer()
             return argument.layout.over(self._storage_of(node))
         if isinstance(argument, list):
             return [self._argument(a) for a in argument]

@@ -56,6 +56,7 @@ from ebbtide.torch.parameters import Parameters, Recent, storages_of
 from ebbtide.torch.record import Handle, Node, Record
 from ebbtide.torch.sanitizer import Sanitizer
 from ebbtide.torch.script import key_of
+from ebbtide.torch.sharded import SavedDTensor, local_of, outers_in
 from ebbtide.torch.stopwatch import BlockTiming, Stopwatch
 from ebbtide.torch.tape import Tape, Witness, restore_alias
 from ebbtide.torch.tiers import Tiers
@@ -298,13 +299,15 @@ class Runtime:
             tensors = tensors_in((args, kwargs))
             forward.key = key_of(tensors, stream.device, is_training=module.training)
             script = state.scripts.of(self.plan, forward.key)
+        local = stream if type(stream) is Tensor else local_of(stream)
+        stream_key = 0 if local is None else storage_key(local)
         return Tape(
             record,
             forward.policy,
             device=stream.device,
             parameters=self._parameters_of(state, module),
             inputs=differentiable_storages(args, kwargs),
-            stream=storage_key(stream) if type(stream) is Tensor else 0,
+            stream=stream_key,
             scope=forward.scope,
             names=state.names,
             copies_inputs=state.is_input_written or state.observed is None,
@@ -317,6 +320,7 @@ class Runtime:
             frame=frame_of_module_call(),
             note_over=_caller_of(self, Runtime._abandon_interrupted),
             script=script,
+            outers=outers_in(tensors_in((args, kwargs))),
         )
 
     def _witness(self, forward: Forward) -> Witness | None:
@@ -501,6 +505,8 @@ class Runtime:
         if isinstance(packed, Stashed):
             with self._lock, torch.no_grad():
                 return self._restore_stashed(packed)
+        if isinstance(packed, SavedDTensor):
+            return packed.over(self.unpack(packed.handle))
         if not isinstance(packed, Handle):
             return restore_alias(packed)
         with self._lock:

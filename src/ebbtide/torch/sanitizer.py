@@ -36,6 +36,7 @@ from ebbtide.torch.fingerprint import fingerprint
 from ebbtide.torch.identity import Layout
 from ebbtide.torch.internals import pause_dispatch
 from ebbtide.torch.record import Handle, Record, Role
+from ebbtide.torch.sharded import SavedDTensor, local_of
 from ebbtide.torch.tiers import Tiers
 from ebbtide.torch.traffic import Traffic
 
@@ -150,6 +151,10 @@ class Sanitizer:
             tensor = unpack(packed)
             if isinstance(packed, Handle):
                 self._compare_saved(packed, tensor)
+            elif isinstance(packed, SavedDTensor):
+                local = local_of(tensor)
+                assert local is not None, "bug in ebbtide"
+                self._compare_saved(packed.handle, local)
             return tensor
 
         return compare

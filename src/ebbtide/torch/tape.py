@@ -10,7 +10,7 @@ from there on, so following and recording fill the same tables, and are read sid
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
@@ -35,8 +35,9 @@ from ebbtide.torch.internals import (
 )
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
 from ebbtide.torch.parameters import Parameters
-from ebbtide.torch.record import Call, Handle, Node, Record, Ref, Role
+from ebbtide.torch.record import Call, Handle, Node, Outer, Record, Ref, Role
 from ebbtide.torch.script import NodeFacts, Script, Step, Trace, is_same_number
+from ebbtide.torch.sharded import SavedDTensor, local_of, outer_of
 from ebbtide.torch.traffic import MUTATED
 from ebbtide.workload import OpKind
 
@@ -134,6 +135,7 @@ class Tape(TorchDispatchMode):
             the tape looks for itself. None: it is told.
         note_over: Called when autograd saves something after the end of `frame`.
         script: What the last forwards of the block did; this one is compared with it.
+        outers: DTensors that the block is given, by the storages of their local parts.
     """
 
     supports_higher_order_operators = True
@@ -170,6 +172,7 @@ class Tape(TorchDispatchMode):
         frame: FrameType | None = None,
         note_over: Callable[[], None] | None = None,
         script: Script | None = None,
+        outers: Mapping[int, Outer] | None = None,
     ) -> None:
         super().__init__()
         self.record = record
@@ -218,6 +221,9 @@ class Tape(TorchDispatchMode):
         self._frame = frame
         self._note_over = note_over
         self._is_over = False
+        self._outers = outers or {}
+        self._outer: Outer | None = None
+        """Counts the writes to what is packed now, where that is a DTensor's local part."""
 
     def put_on(self, unpack: Callable[[Any], Tensor]) -> None:
         """Listen to the calls of this thread, and to what autograd saves in it."""
@@ -260,6 +266,7 @@ class Tape(TorchDispatchMode):
         self._storages.clear()
         self._parameters = Parameters()
         self.held_inputs.clear()
+        self._outers = {}
         self.real.clear()
         self._witness = None
         self._is_over, self._frame, self._note_over = True, None, None
@@ -563,17 +570,16 @@ class Tape(TorchDispatchMode):
             if not node.num_packs:
                 node.kept, node.version, node.is_copy = node.source, node.source._version, True
                 node.source = None
+                node.outers.clear()
 
     # -- saved tensors -------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Any:
         """Take over what autograd saves; the saved-tensor hook of the block."""
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            # Also where a script is followed: what is saved here is none of its tensors.
             if self.is_over:
                 return self._pack_after_end(tensor)
-            self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
-            return leave_alone(tensor)
+            return self._pack_subclass(tensor)
         self._held_id = 0
         script = self._script
         if script is not None:
@@ -596,6 +602,20 @@ class Tape(TorchDispatchMode):
             if self.trace is not None:
                 self.trace.packs.append((node.index, layout))
             return self._handle(node, tensor, layout)
+
+    def _pack_subclass(self, tensor: Tensor) -> Any:
+        """Take over this rank's part of a DTensor; any other subclass is left alone."""
+        local = local_of(tensor)
+        if local is None or local.device != self._device or not is_plain(local):
+            # Also where a script is followed: what is saved here is none of its tensors.
+            self._policy.keep_unknown(f"subclass {type(tensor).__name__}")
+            return leave_alone(tensor)
+        self._outer = outer_of(tensor)
+        try:
+            handle = self.pack(local)
+        finally:
+            self._outer = None
+        return SavedDTensor.of(handle, tensor)
 
     def _handle(self, node: Node, tensor: Tensor, layout: Layout) -> Handle:
         handle = Handle(self.record, node.index, layout, tensor._version, node.num_packs)
@@ -635,12 +655,16 @@ class Tape(TorchDispatchMode):
         if node.slot is not None:
             assert self.record.traffic is not None, "bug in ebbtide"
             self.record.traffic.watch(node.slot, tensor)
+            if self._outer is not None:
+                self.record.traffic.watch_alias(node.slot, *self._outer)
             return
         is_held = node.kept is not None
         self._hold(node, tensor)
         if node.kept is not None and not node.is_copy:
             alias = alias_of(tensor) if is_held and self._held_id != id(tensor) else node.kept
             node.watched[handle.number] = alias, handle.version
+            if self._outer is not None:
+                node.outers.append(self._outer)
         if node.place is None:
             return
         if 2 * layout.num_bytes < node.num_bytes and not node.is_root and not layout.has_overlap:
@@ -666,7 +690,9 @@ class Tape(TorchDispatchMode):
         node.is_root = True
         if node.source is None and not node.is_copy and self._may_be_written(node, tensor):
             with pause_dispatch():
-                node.source = self._copies.of(tensor)
+                # Copies for several blocks are told apart by versions, which a local part lacks.
+                is_local = bool(node.outers)
+                node.source = clone_storage(tensor) if is_local else self._copies.of(tensor)
         if node.decision is Decision.RECOMPUTE or node.slot is not None:
             return
         self._hold(node, tensor)
@@ -680,7 +706,7 @@ class Tape(TorchDispatchMode):
         """
         if node.role is Role.PARAMETER:
             key = storage_key(tensor)
-            is_buffer = type(self._parameters.get(key)) is Tensor
+            is_buffer = not isinstance(self._parameters.get(key), torch.nn.Parameter)
             return key in self._written or (is_buffer and node.num_bytes <= _MAX_COPIED_BYTES)
         return node.role is Role.SHARED and node.num_bytes <= _MAX_COPIED_BYTES
 
@@ -735,16 +761,30 @@ class Tape(TorchDispatchMode):
         if node.kept is not None:
             return
         if self._copies_inputs and (node.role is Role.INPUT or storage_key(tensor) == self._stream):
-            self.held_inputs.append((alias_of(tensor), tensor._version))
+            self.held_inputs.append(
+                self._outers.get(storage_key(tensor)) or (alias_of(tensor), tensor._version)
+            )
             with pause_dispatch():
                 node.kept = clone_storage(tensor)
             node.version, node.is_copy = node.kept._version, True
             return
         node.kept, node.version, self._held_id = alias_of(tensor), tensor._version, id(tensor)
+        outer = self._outer_of(node, storage_key(tensor))
+        if outer is not None:
+            node.outers.append(outer)
         owner = tensor._base if tensor._base is not None else tensor
         # A part of a storage that is no view counts its versions apart from the other parts, as
         # those of `unsafe_split` do: an equal version does not tell that the storage is the same.
         node.is_shared = owner.numel() * owner.element_size() >= node.num_bytes
+
+    def _outer_of(self, node: Node, key: int) -> Outer | None:
+        """Return the DTensor that counts the writes to what comes from outside the block."""
+        if node.role is Role.PARAMETER:
+            parameter = self._parameters.get(key)
+            if parameter is None or local_of(parameter) is None:
+                return None
+            return Outer(parameter, parameter._version)
+        return self._outers.get(key)
 
     def _new_node(
         self,

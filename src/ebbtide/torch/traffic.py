@@ -384,6 +384,11 @@ class Traffic:
         if slot.watched is not None:
             slot.others.append((alias_of(tensor), tensor._version))
 
+    def watch_alias(self, slot: Slot, alias: Tensor, version: int) -> None:
+        """Note writes to a DTensor over the storage, while its source is still held."""
+        if slot.watched is not None:
+            slot.others.append((alias, version))
+
     def unshare(self, slot: Slot) -> None:
         """Let no later evict of the storage find `slot`: the storage is written to next."""
         known = self._by_storage.get(slot.copies.key)
