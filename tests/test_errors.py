@@ -13,7 +13,7 @@ def test_every_exception_is_under_the_root() -> None:
         for value in vars(errors).values()
         if inspect.isclass(value) and issubclass(value, Exception)
     ]
-    assert len(exceptions) == 10
+    assert len(exceptions) == 11
     assert all(issubclass(exception, EbbtideError) for exception in exceptions)
 
 

@@ -6,6 +6,7 @@
           BudgetError
         ModelError
         RuntimeStateError
+        RankError
         CorruptionError
         MemoryTierError
           PinnedMemoryError
@@ -39,6 +40,10 @@ class ModelError(EbbtideError):
 
 class RuntimeStateError(EbbtideError):
     """A call came in the wrong state: a second attach, or a use after close."""
+
+
+class RankError(EbbtideError):
+    """Ranks that share a plan do not do the same: some did not come, or was asked for otherwise."""
 
 
 class CorruptionError(EbbtideError):

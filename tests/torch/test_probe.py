@@ -78,32 +78,37 @@ def test_a_link_has_two_directions() -> None:
         probe_machine(CPU, num_bytes=1)
 
 
-@pytest.mark.parametrize("is_distributed", [False, True])
+@pytest.mark.parametrize("has_others", [False, True])
 def test_a_gpu_whose_driver_pins_nothing_has_no_host_tier(
-    is_distributed: bool,
+    has_others: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And keeps no other rank waiting: those meet before each of their twelve copies."""
-    driver, meetings = FakeDriver(0), []
+    driver, meetings = FakeDriver(0), list[str]()
+
+    def meet() -> None:
+        meetings.append("met")
 
     def memory_of(_: torch.device) -> PinnedMemory:
         return PinnedMemory(driver, root=tmp_path)
 
     monkeypatch.setattr(_probe, "pinned_memory_of", memory_of)
-    monkeypatch.setattr(_probe, "_is_distributed", lambda: is_distributed)
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: meetings.append("met"))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (MIB, 2 * MIB))
     # A size of its own: a machine is measured once in a process.
     with caplog.at_level(logging.WARNING, logger="ebbtide"):
-        machine = probe_machine(torch.device("cuda", 0), num_bytes=MIB + 1)
+        machine = probe_machine(
+            torch.device("cuda", 0), num_bytes=MIB + 1, meet=meet if has_others else None
+        )
     assert (machine.host_bytes, machine.out_bytes_per_s, machine.in_bytes_per_s) == (0, 0, 0)
     assert machine.device_bytes == 2 * MIB
     assert driver.asked[0] == MIB + 1 and driver.registered == {}
     (record,) = caplog.records
     assert record.getMessage().startswith("1.0 MiB of pinned host memory was refused: ")
     assert record.getMessage().endswith("Plans for a budget move nothing to host memory.")
-    assert len(meetings) == (12 if is_distributed else 0)
+    assert len(meetings) == (12 if has_others else 0)
+    assert machine.num_local_ranks == 2
+    assert machine.source.endswith("all ranks of a group at once" if has_others else "one process")

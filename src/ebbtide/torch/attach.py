@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ebbtide.errors import MemoryTierError, ModelError, PlanError, RuntimeStateError
 from ebbtide.machine import Machine
@@ -32,6 +33,7 @@ from ebbtide.torch.devices.delays import AbstractDelay, CudaDelay, ThreadDelay
 from ebbtide.torch.hooks import Hooks
 from ebbtide.torch.internals import is_compiled
 from ebbtide.torch.maker import PlanMaker
+from ebbtide.torch.ranks import Ranks, count_local_ranks
 from ebbtide.torch.refusals import (
     device_of,
     refuse_checkpointing,
@@ -81,6 +83,7 @@ def attach(
     min_bytes: int = MIN_BYTES,
     compile: bool | str = False,
     sanitize: bool = False,
+    ranks: ProcessGroup | None = None,
 ) -> Tide:
     """Let a model's activations leave the device in forward and come back for backward.
 
@@ -99,13 +102,14 @@ def attach(
         budget: Most device memory of a step, parameters, gradients and optimizer state
             included: `"40GiB"`, `"50%"` of the device, bytes, or `"auto"`, which leaves a reserve
             to the allocator. The fastest plan that keeps to it is used.
-        host: Most pinned host memory to take, such as `"64GiB"`; what does not fit is
-            recomputed or stays. With a budget, of all ranks of the node together. Default: what
-            the plan needs, with a budget at most 7/8 of what is free. Where the system gives
-            less, a warning says why, and the plan is made for that.
+        host: Most pinned host memory to take, such as `"64GiB"`, by all ranks of the node
+            together: each takes its share at most. What does not fit is recomputed or stays.
+            Default: what the plan needs, with a budget at most 7/8 of what is free. Where the
+            system gives less, a warning says why, and the plan is made for that.
         disk: `"FOLDER:SIZE"`, or several of them, on several disks: evict to a file of at most
-            that size in that folder; each activation is spread over the folders. With
-            `host` as well, what does not fit there goes to disk, the earliest blocks first.
+            that size in that folder, of all ranks of the node together; each activation is
+            spread over the folders. With `host` as well, what does not fit there goes to disk,
+            the earliest blocks first.
         disk_checksums: Compare what is read from disk with a checksum of what was written, and
             raise before a wrong gradient is made from it. Needs xxhash (`ebbtide[disk]`).
         blocks: Module paths of the blocks, or patterns such as `"encoder.layer.*"`. Default:
@@ -124,6 +128,11 @@ def attach(
             before must do without, and take no budget.
         sanitize: Compare everything that comes back with what was saved, in every step, under
             poison and delays (`docs/verify.md`); `EBBTIDE_SANITIZE=1` does so for every attach.
+        ranks: With a budget: a process group whose ranks run the same blocks and get one plan,
+            made for the worst that any of them measured. All of them attach with the same
+            arguments and do the same steps; they wait for each other once, up to 300 s, where
+            the first block of the third step starts. Default: this process plans for itself,
+            and ebbtide waits for no other.
 
     Returns:
         A handle: `verify(batch)`, `statistics()`, `report()`, `close()`; it works in `with`.
@@ -135,10 +144,11 @@ def attach(
         MemoryTierError: The disk folder is missing, read-only or too full; or there is no such
             tier on this device.
         ValueError: A size cannot be read, both a plan and a budget were given, there is no such
-            backend, or no disk for its checksums.
+            backend, no disk for its checksums, or this process is no rank of `ranks`.
 
     The third training step raises `BudgetError` if no plan keeps to the budget; it names the
-    smallest that would do. The model is left as it was then, and trains on.
+    smallest that would do. With `ranks` all of them raise it, and `RankError` names a rank that did
+    not come or was asked for something else. The model is left as it was then, and trains on.
     """
     if _is_set(DISABLE_VARIABLE):
         _say_disabled()
@@ -153,6 +163,7 @@ def attach(
         "decide": decide,
         "planner": planner,
         "disk_write_per_day": disk_write_per_day,
+        "ranks": ranks,
     }.items():
         if budget is None and value is not None:
             raise ValueError(
@@ -167,6 +178,7 @@ def attach(
             decide=decide,
             planner=planner or DEFAULT_PLANNER,
             written_bytes_per_day=_daily_bytes(disk_write_per_day, disk),
+            ranks=ranks,
         )
     )
     attachment = _Attachment(
@@ -210,6 +222,7 @@ class _Wish:
     decide: Mapping[str, str | Decision] | None
     planner: str
     written_bytes_per_day: int
+    ranks: ProcessGroup | None
 
 
 class Tide:
@@ -250,8 +263,13 @@ class Tide:
 
     @property
     def machine(self) -> Machine | None:
-        """What was measured of the device and its links; None without a budget."""
-        return None if self._budgets is None else self._budgets.machine
+        """What was measured of the device and its links; None without a budget.
+
+        With `ranks` the worst that any of them measured, and None until the plan is made.
+        """
+        if self._budgets is None or not self._budgets.is_known:
+            return None
+        return self._budgets.machine
 
     def explain(self, name: str) -> Explanation:
         """Say what an activation costs to move and to recompute, and why the plan decides so.
@@ -411,9 +429,14 @@ class _Attachment:
     ) -> None:
         self._model = model
         self._wish = wish
-        self._host_cap = None if host is None else parse_bytes(host)
+        num_local_ranks = count_local_ranks()
+        self._node_host_bytes = None if host is None else parse_bytes(host)
+        self._host_cap = None if host is None else parse_bytes(host) // num_local_ranks
         given = [disk] if isinstance(disk, str) else disk or ()
-        self._disks = [parse_path_and_cap(text) for text in given]
+        self._disks = [
+            replace(spec, cap_bytes=spec.cap_bytes // num_local_ranks)
+            for spec in map(parse_path_and_cap, given)
+        ]
         self._has_checksums = disk_checksums
         if min_bytes < 0:
             raise ValueError(f"min_bytes is {min_bytes}; it must be 0 or more")
@@ -446,12 +469,13 @@ class _Attachment:
         return BudgetPlanner(
             wish.budget,
             device=self._device,
-            host_bytes=self._host_cap,
+            host_bytes=self._node_host_bytes,
             disks=self._disks,
             decide=wish.decide,
             min_bytes=self._min_bytes,
             planner=wish.planner,
             written_bytes_per_day=wish.written_bytes_per_day,
+            ranks=None if wish.ranks is None else Ranks(wish.ranks),
         )
 
     def run(self, *, sanitize: bool) -> Tide:
@@ -483,7 +507,11 @@ class _Attachment:
         if self._budgets is not None:
             runtime.follow_shape = maker.follow_shape
             runtime.note_out_of_memory = maker.note_out_of_memory
-            runtime.note_pace = maker.note_pace
+            if self._wish is None or self._wish.ranks is None:
+                # Each rank would correct its own plan by its own pace.
+                runtime.note_pace = maker.note_pace
+            else:
+                runtime.agree = maker.agree
             runtime.note_growth = maker.forget_plans
         hooks = Hooks(runtime)
         runtime.compilation = compilation
@@ -531,9 +559,9 @@ class _Attachment:
             )
         if self._device.type == "cuda":
             return
-        if self._host_cap is not None:
+        if self._node_host_bytes is not None:
             raise MemoryTierError(
-                f"host={format_bytes(self._host_cap)} was given, but the model is on "
+                f"host={format_bytes(self._node_host_bytes)} was given, but the model is on "
                 f"{self._device.type!r}: there, host memory is the device's own memory. "
                 "Leave host= out; use disk='FOLDER:SIZE' to move activations out of memory."
             )

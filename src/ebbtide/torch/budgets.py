@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import torch
-import torch.distributed
 
 from ebbtide.budget import parse_budget
 from ebbtide.errors import BudgetError
@@ -24,7 +23,9 @@ from ebbtide.planner.result import Code
 from ebbtide.planner.scale import Scale, pace_workload, scale_workload
 from ebbtide.planner.solve import plan_for_budget
 from ebbtide.simulate import simulate
+from ebbtide.torch.common_plan import Agreed, Found, agree
 from ebbtide.torch.probe import LINK_BYTES, probe_machine
+from ebbtide.torch.ranks import Ranks
 from ebbtide.units import DiskSpec, format_bytes
 from ebbtide.workload import Workload
 
@@ -77,6 +78,8 @@ class BudgetPlanner:
         min_bytes: Smaller activations never move.
         planner: One of `ebbtide.planner.BUDGET_PLANNERS`.
         written_bytes_per_day: Most bytes that a day of steps may write to disk; 0: no limit.
+        ranks: Who shares the plan, if somebody does; nothing is known of the machine then until
+            `agree` was called.
 
     Raises:
         ValueError: The budget cannot be read.
@@ -93,9 +96,12 @@ class BudgetPlanner:
         min_bytes: int,
         planner: str,
         written_bytes_per_day: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         self._machine: Machine | None = None
         self._written_bytes_per_day = written_bytes_per_day
+        self._ranks = ranks
+        self._agreed: Agreed | None = None
         self._device = device
         self._host_bytes = host_bytes
         self._disks = tuple(disks)
@@ -113,20 +119,70 @@ class BudgetPlanner:
     def machine(self) -> Machine:
         """The machine at hand; probed at the first call, under a second."""
         if self._machine is None:
-            probed = probe_machine(self._device, disks=self._disks, num_bytes=self._probe_bytes())
-            free = probed.host_bytes - int(probed.host_bytes * FREE_HOST_SHARE)
-            host = free if self._host_bytes is None else self._host_bytes
-            self._machine = replace(
-                probed,
-                host_bytes=host if probed.host_bytes else 0,
-                disk_write_bytes_per_day=self._written_bytes_per_day,
-            )
+            assert self._ranks is None, "bug in ebbtide: ranks were not asked before planning"
+            self._machine = self._probed()
         return self._machine
+
+    @property
+    def is_known(self) -> bool:
+        """Whether `machine` can be had without the other ranks."""
+        return self._ranks is None or self._machine is not None
+
+    def agree(self, workload: Workload, observed: Shape) -> tuple[Workload, Shape]:
+        """Make one plan with the other ranks, which all make this call.
+
+        Returns:
+            What all of them go on with instead: the worst of what they measured, and its shape.
+
+        Raises:
+            BudgetError: No plan keeps to the budget; on all ranks alike.
+            PlanError: They run other blocks, or a pattern of `decide` matches nothing.
+            RankError: Some did not come, or were asked for something else.
+        """
+        assert self._ranks is not None, "bug in ebbtide: there is nobody to agree with"
+        found = Found(
+            workload=workload, machine=self._probed(), rows=observed.rows, length=observed.length
+        )
+        self._agreed = agree(
+            self._ranks, found, self._wishes(), scaled=_scaled, make=self._make_common
+        )
+        common = self._agreed.found
+        self._machine = common.machine
+        log.info("one plan for %s", ", ".join(self._ranks.names))
+        return common.workload, Shape(rows=common.rows, length=common.length)
+
+    def _make_common(self, found: Found) -> Plan:
+        self._machine = found.machine
+        return self.make(found.workload)
+
+    def _wishes(self) -> dict[str, str]:
+        decide = {name: str(decision) for name, decision in self._decide.items()}
+        return {
+            "budget": str(self._given),
+            "host": str(self._host_bytes),
+            "disk": str([spec.cap_bytes for spec in self._disks]),
+            "disk_write_per_day": str(self._written_bytes_per_day),
+            "decide": str(decide),
+            "min_bytes": str(self._min_bytes),
+            "planner": self._planner,
+        }
+
+    def _probed(self) -> Machine:
+        meet = None if self._ranks is None else self._ranks.meet
+        probed = probe_machine(
+            self._device, disks=self._disks, num_bytes=self._probe_bytes(), meet=meet
+        )
+        free = probed.host_bytes - int(probed.host_bytes * FREE_HOST_SHARE)
+        host = free if self._host_bytes is None else self._host_bytes
+        return replace(
+            probed,
+            host_bytes=host if probed.host_bytes else 0,
+            disk_write_bytes_per_day=self._written_bytes_per_day,
+        )
 
     def _probe_bytes(self) -> int:
         """Return how much the probe copies: it takes that on the device, within the budget."""
-        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if self._device.type != "cuda" or not is_alone:
+        if self._device.type != "cuda" or self._ranks is not None:
             return LINK_BYTES  # ranks must probe alike
         total_bytes = torch.cuda.mem_get_info(self._device)[1]
         taken_bytes = torch.cuda.memory_allocated(self._device)
@@ -148,6 +204,9 @@ class BudgetPlanner:
             BudgetError: No plan keeps to the budget.
             PlanError: A pattern of `decide` matches nothing, or pins what cannot be.
         """
+        agreed = self._agreed
+        if agreed is not None and agreed.found.workload is workload and observed == now:
+            return agreed.plan
         if observed is not None and now is not None and now != observed:
             workload = scale_workload(workload, _scale(observed, bucket(now)))
         outcome = plan_for_budget(
@@ -172,6 +231,7 @@ class BudgetPlanner:
             has_disk: Whether the disk can still be used.
         """
         machine = self.machine
+        self._agreed = None  # from now on this rank plans for what it got
         self._refusal = refusal
         self._machine = replace(
             machine,
@@ -207,6 +267,7 @@ class BudgetPlanner:
             What was predicted against what was, for people.
         """
         budget = self.budget_bytes
+        self._agreed = None  # this rank plans on its own from now on
         over = max(0, actual_bytes - plan.peak_bytes)
         self._less_bytes += over + int(budget * OOM_SHARE)
         # On the CPU no allocator counts.
@@ -226,6 +287,11 @@ def bucket(shape: Shape) -> Shape:
 def _round_up(number: int) -> int:
     step = max(1, (1 << (number.bit_length() - 1)) // BUCKETS_PER_OCTAVE)
     return -(-number // step) * step
+
+
+def _scaled(found: Found, rows: int, length: int) -> Workload:
+    observed = Shape(rows=found.rows, length=found.length)
+    return scale_workload(found.workload, _scale(observed, Shape(rows=rows, length=length)))
 
 
 def _scale(observed: Shape, now: Shape) -> Scale:

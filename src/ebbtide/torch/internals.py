@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._profiler import _RecordFunctionFast
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -118,6 +119,11 @@ def dtensor_of(local: Tensor, spec: Any) -> Tensor:
     """Return a DTensor over a local part, which autograd knows nothing of."""
     make: Any = DTensor  # its stub has the arguments of its `__init__`
     return make(local, spec, requires_grad=False)
+
+
+def store_of(group: ProcessGroup) -> Any:
+    """Return the key-value store through which the ranks of a group found each other."""
+    return group.get_group_store()
 
 
 def tensor_tables(module: nn.Module) -> tuple[Mapping[str, Tensor | None], ...]:

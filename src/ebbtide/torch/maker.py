@@ -87,6 +87,21 @@ class PlanMaker:
         self._now = self._made[key][0]
         return self._made[key]
 
+    def agree(self, workload: Workload, observed: torch.Size) -> tuple[Workload, torch.Size]:
+        """Make one plan with the other ranks; returns what all of them plan for from now on.
+
+        Raises:
+            BudgetError, PlanError, RankError: There is none; the tide is closed then.
+        """
+        assert self._budgets is not None, "bug in ebbtide"
+        try:
+            common, shape = self._budgets.agree(workload, Shape.of(observed))
+        except EbbtideError:
+            if self.close is not None:
+                self.close()  # the model is left as it was, and trains on
+            raise
+        return common, torch.Size((shape.rows, shape.length, 1))
+
     def note_pace(
         self, workload: Workload, plan: Plan, measured_ns: int
     ) -> tuple[Workload, Plan, Traffic | None] | None:

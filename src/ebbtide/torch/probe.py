@@ -7,14 +7,12 @@ that starts late or ends early copies alone for that part, and its figure is the
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import psutil
 import torch
-import torch.distributed
 from torch import Tensor
 
 from ebbtide.machine import ASSUMED_SLOWDOWN_PPM, Machine
@@ -23,6 +21,7 @@ from ebbtide.memory.disk_rates import measure_rates
 from ebbtide.memory.limits import find_tightest_limit
 from ebbtide.torch.devices.pinned import pinned_memory_of
 from ebbtide.torch.link import NUM_COPIES, LinkTrial, Way, time_copies
+from ebbtide.torch.ranks import count_local_ranks
 from ebbtide.torch.tiers import take_what_there_is
 from ebbtide.units import DiskSpec, format_bytes
 
@@ -31,22 +30,26 @@ log = logging.getLogger("ebbtide")
 LINK_BYTES = 256 * 2**20
 """Copied in one timing: 5 ms at 55 GB/s, where launching a copy takes some microseconds."""
 
-_LOCAL_RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
-
 
 def probe_machine(
-    device: torch.device, *, disks: Sequence[DiskSpec] = (), num_bytes: int = LINK_BYTES
+    device: torch.device,
+    *,
+    disks: Sequence[DiskSpec] = (),
+    num_bytes: int = LINK_BYTES,
+    meet: Callable[[], None] | None = None,
 ) -> Machine:
     """Measure one device with its links; takes under a second, but for slow disks.
 
-    Where `torch.distributed` is initialised, all ranks copy at once (design rule 12), and this
-    is a collective call: every rank must make it, with the same arguments. Measured once in a
-    process; the same arguments give the same machine from then on.
+    Without `meet` it is measured once in a process; the same arguments give the same machine
+    from then on.
 
     Args:
         device: A CUDA device, or the CPU, which has no host tier: it is the host's memory.
         disks: Folders that exist, and the most bytes in each. Default: no disk tier.
         num_bytes: Pinned and device memory that is taken for the measurement and given back.
+        meet: Waits for other ranks, each of which makes this call with as many disks and bytes:
+            called before each copy, so that all copy at once (design rule 12). Default: this
+            process copies when it likes.
 
     Returns:
         Its `host_bytes` is what may be pinned on the whole node now, 0 where the driver pins
@@ -66,25 +69,38 @@ def probe_machine(
     # torch's stubs say that an index is always there.
     if device.type == "cuda" and device.index is None:  # pyright: ignore[reportUnnecessaryComparison]
         device = torch.device("cuda", torch.cuda.current_device())
-    return _probe(device, tuple(disks), num_bytes, _count_local_ranks(), _is_distributed())
+    if meet is None:
+        return _probe_alone(device, tuple(disks), num_bytes, count_local_ranks())
+    copying = "all ranks of a group at once"
+    return _probe(device, tuple(disks), num_bytes, count_local_ranks(), meet, copying)
 
 
 @cache
+def _probe_alone(
+    device: torch.device, disks: tuple[DiskSpec, ...], num_bytes: int, num_local_ranks: int
+) -> Machine:
+    return _probe(device, disks, num_bytes, num_local_ranks, _meet_nobody, "one process")
+
+
+def _meet_nobody() -> None:
+    """Start to copy at once."""
+
+
 def _probe(
     device: torch.device,
     disks: tuple[DiskSpec, ...],
     num_bytes: int,
     num_local_ranks: int,
-    is_distributed: bool,
+    meet: Callable[[], None],
+    copying: str,
 ) -> Machine:
     free_bytes = int(psutil.virtual_memory().available)
     used = [spec for spec in disks if spec.cap_bytes > 0]
-    disk_rates = measure_rates(used, wait_for_others=_wait_for_other_ranks) if used else []
+    disk_rates = measure_rates(used, wait_for_others=meet) if used else []
     is_cuda = device.type == "cuda"
-    link = _measure_link(device, num_bytes) if is_cuda else _LinkRates()
+    link = _measure_link(device, num_bytes, meet) if is_cuda else _LinkRates()
     limit = find_tightest_limit()
     room_bytes = free_bytes if limit is None else limit.room_bytes
-    copying = f"{num_local_ranks} local ranks copying at once" if is_distributed else "one process"
     measured = [f"best of {NUM_COPIES} x {format_bytes(num_bytes)} pinned"] if is_cuda else []
     disk_bytes = sum(spec.cap_bytes for spec in used)
     measured += [f"{format_bytes(min(DISK_BYTES, disk_bytes))} on disk"] if used else []
@@ -104,23 +120,6 @@ def _probe(
     )
 
 
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _count_local_ranks() -> int:
-    # torchrun sets it. Without it all ranks are taken to be on this node.
-    given = os.environ.get(_LOCAL_RANKS_VARIABLE, "")
-    if given.isdecimal() and int(given) > 0:
-        return int(given)
-    return torch.distributed.get_world_size() if _is_distributed() else 1
-
-
-def _wait_for_other_ranks() -> None:
-    if _is_distributed():
-        torch.distributed.barrier()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LinkRates:
     out_bytes_per_s: int = 0
@@ -128,29 +127,27 @@ class _LinkRates:
     both_bytes_per_s: int = 0
 
 
-def _measure_link(device: torch.device, num_bytes: int) -> _LinkRates:
+def _measure_link(device: torch.device, num_bytes: int, meet: Callable[[], None]) -> _LinkRates:
     """Measure with less where the system does not pin so much; all rates are 0 without any."""
     taken = take_what_there_is(pinned_memory_of(device).pin, num_bytes)
     if taken.region is None:
         log.warning("%s Plans for a budget move nothing to host memory.", taken.refusal)
         for _ in range(len(Way) * (1 + NUM_COPIES)):
-            _wait_for_other_ranks()  # they measure without this one
+            meet()  # they measure without this one
         return _LinkRates()
     try:
         with torch.cuda.device(device):
             num_bytes = taken.region.buffer.numel()
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            return _measure_copies(memory, taken.region.buffer)
+            return _measure_copies(memory, taken.region.buffer, meet)
     finally:
         taken.region.close()
 
 
-def _measure_copies(memory: Tensor, host: Tensor) -> _LinkRates:
+def _measure_copies(memory: Tensor, host: Tensor, meet: Callable[[], None]) -> _LinkRates:
     """Copy `memory` out, in, and one half each way at once."""
     trial = LinkTrial(memory, host)
-    rates = {
-        way: time_copies([trial], way, wait_for_others=_wait_for_other_ranks)[0] for way in Way
-    }
+    rates = {way: time_copies([trial], way, wait_for_others=meet)[0] for way in Way}
     return _LinkRates(
         out_bytes_per_s=rates[Way.OUT],
         in_bytes_per_s=rates[Way.IN],

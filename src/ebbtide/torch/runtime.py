@@ -75,6 +75,8 @@ MAX_RENAMED = 2
 MakePlan = Callable[[Workload], tuple[Plan, Traffic | None]]
 FollowShape = Callable[[Workload, torch.Size, torch.Size], tuple[Plan, Traffic | None]]
 """From the workload, the size that it was observed at and the size now."""
+Agree = Callable[[Workload, torch.Size], tuple[Workload, torch.Size]]
+"""From the workload and the size that it was observed at to what all ranks plan for instead."""
 NotePace = Callable[[Workload, Plan, int], tuple[Workload, Plan, Traffic | None] | None]
 """From the workload, the plan and the nanoseconds that steps under it took; None: no change."""
 
@@ -122,6 +124,8 @@ class Runtime:
         """Where the blocks are."""
         self.follow_shape: FollowShape | None = None
         """Gives the plan for a batch of a size; with it, each size may have one of its own."""
+        self.agree: Agree | None = None
+        """Asks the other ranks once, before the first plan; None: this one plans for itself."""
         self.note_out_of_memory: Callable[[], str] | None = None
         """Called after a planned step ran out of memory; returns what to tell the user."""
         self.observed_size: torch.Size | None = None
@@ -694,6 +698,10 @@ class Runtime:
         if self.traffic is not None and not self.traffic.is_idle:
             return
         workload = self._with_growth(workload)
+        if self.agree is not None:
+            agree, self.agree = self.agree, None
+            workload, self.observed_size = agree(workload, self.observed_size)
+            self.workload = workload
         if self.plan is not None and self._pace is not None and self.note_pace is not None:
             measured_ns = self._pace.take_ns(self.plan)
             noted = self.note_pace(workload, self.plan, measured_ns) if measured_ns else None
