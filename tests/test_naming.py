@@ -1,4 +1,4 @@
-from ebbtide.naming import nearest, unknown_name_message
+from ebbtide.naming import nearest, plain_name, unknown_name_message
 
 
 def test_nearest_puts_the_most_similar_name_first() -> None:
@@ -21,3 +21,10 @@ def test_message_lists_the_valid_names_nearest_first() -> None:
 
 def test_message_without_valid_names_says_so() -> None:
     assert unknown_name_message("plan", "a", []) == "unknown plan 'a'; there are no valid names"
+
+
+def test_names_from_files_are_printable_and_cut() -> None:
+    assert plain_name("llama-3.1-8b") == "llama-3.1-8b"
+    assert plain_name("a\x1b[31mb\nc") == "a?[31mb?c"
+    assert plain_name("x" * 80) == "x" * 80
+    assert plain_name("x" * 81) == "x" * 77 + "..."

@@ -6,7 +6,7 @@ from ebbtide.units import format_bytes
 
 
 def read_small_text(path: Path, most_bytes: int) -> str:
-    """Return the text of a UTF-8 file.
+    """Return the text of a UTF-8 file, which may begin with a mark of its byte order.
 
     Args:
         path: May name a device that never ends, such as /dev/zero.
@@ -23,4 +23,4 @@ def read_small_text(path: Path, most_bytes: int) -> str:
         raise ValueError(
             f"the file has more than {format_bytes(most_bytes)}, as no good one of its kind does"
         )
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")

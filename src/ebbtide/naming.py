@@ -6,6 +6,15 @@ from difflib import SequenceMatcher
 MOST_SHOWN_CHARS = 100
 """A name that is longer is shown and compared by its start: messages are for people, and comparing
 takes time that grows with the product of two lengths."""
+MOST_NAME_CHARS = 80
+"""Characters of a name that somebody else chose."""
+
+
+def plain_name(text: str) -> str:
+    """Return a name from a file as it may be kept: no control characters, and not endless."""
+    cut = text[: MOST_NAME_CHARS + 1]
+    shown = "".join(letter if letter.isprintable() else "?" for letter in cut)
+    return shown if len(shown) <= MOST_NAME_CHARS else shown[: MOST_NAME_CHARS - 3] + "..."
 
 
 def nearest(name: str, valid: Iterable[str]) -> list[str]:

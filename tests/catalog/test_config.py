@@ -111,9 +111,56 @@ def test_a_window_and_biases_are_read(tmp_path: Path) -> None:
     assert qwen2.num_parameters == MODELS["llama-3-8b"].num_parameters + 32 * (4096 + 2 * 1024)
 
 
+def test_biases_and_a_head_of_its_own_are_counted(tmp_path: Path) -> None:
+    plain = MODELS["llama-3-8b"].num_parameters
+    attention = read_config(write(tmp_path, {**LLAMA_3_8B, "attention_bias": True}))
+    assert attention.num_parameters == plain + 32 * (4096 + 2 * 1024 + 4096)
+    mlp = read_config(write(tmp_path, {**LLAMA_3_8B, "mlp_bias": True}))
+    assert mlp.num_parameters == plain + 32 * (2 * 14_336 + 4096)
+    untied = read_config(write(tmp_path, {**GPT2, "tie_word_embeddings": False}))
+    assert untied.num_parameters == MODELS["gpt2"].num_parameters + 50_257 * 768
+
+
+def test_a_window_of_some_layers_alone_is_refused_and_of_none_is_none(tmp_path: Path) -> None:
+    config = {**LLAMA_3_8B, "model_type": "qwen2", "use_sliding_window": True,
+              "sliding_window": 4096}  # fmt: skip
+    assert read_config(write(tmp_path, {**config, "max_window_layers": 0})).window == 4096
+    assert read_config(write(tmp_path, {**config, "max_window_layers": 32})).window == 0
+    with pytest.raises(ValueError, match="max_window_layers 28 is not worked out, only 0"):
+        read_config(write(tmp_path, {**config, "max_window_layers": 28}))
+
+
+def test_a_mark_of_the_byte_order_is_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("\ufeff" + json.dumps(LLAMA_3_8B), encoding="utf-8")
+    assert read_config(path).num_parameters == MODELS["llama-3-8b"].num_parameters
+
+
+def test_names_are_printable_and_not_endless(tmp_path: Path) -> None:
+    given = {**LLAMA_3_8B, "_name_or_path": "a\x1b[31m\n" + "b" * 100_000}
+    name = read_config(write(tmp_path, given)).name
+    assert name.startswith("a?[31m?bbb") and name.endswith("b...")
+    assert len(name) == 80
+
+
+def test_a_file_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="the file has more than 16.0 MiB"):
+        read_config(Path("/dev/zero"))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({**MIXTRAL, "num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the experts"),
+        ({**QWEN3_30B, "decoder_sparse_step": 2}, "decoder_sparse_step 2 is not worked out"),
+        ({**QWEN3_30B, "mlp_only_layers": [3]}, "mlp_only_layers [3] is not worked out, only []"),
+        ({**DEEPSEEK_V3, "moe_layer_freq": 2}, "moe_layer_freq 2 is not worked out, only 1"),
+        ({**DEEPSEEK_V3, "first_k_dense_replace": 62}, "62 is more than num_hidden_layers 61"),
+        ({**LLAMA_3_8B, "tie_word_embeddings": "yes"}, "it must be true or false"),
+        ({**LLAMA_3_8B, "attention_bias": 1}, "attention_bias is 1; it must be true or false"),
+        ({**LLAMA_3_8B, "hidden_size": float("nan")}, "hidden_size is NaN; it must be a whole"),
+        ({**LLAMA_3_8B, "hidden_size": 2**31}, "above 0 and below 2147483648"),
+        ({**LLAMA_3_8B, "hidden_size": "x" * 9999}, 'hidden_size is "xxx'),
         ({**LLAMA_3_8B, "model_type": "gemma3"}, "unknown model_type 'gemma3'; valid names"),
         ({**LLAMA_3_8B, "model_type": "gemma3"}, "for example llama with num_hidden_layers, hid"),
         ({"hidden_size": 4096}, "unknown model_type 'None'"),

@@ -181,6 +181,28 @@ def test_nothing_fits_is_status_3_and_says_what_it_is_short_of() -> None:
     assert "verdict: nothing fits: " in finished.stdout
 
 
+def test_bars_of_a_budget_of_a_byte_are_cut() -> None:
+    finished = run("gpt2", "--machine", "rtx4090", "--context", "1024", "--budget", "1B")
+    assert finished.exit_code == ExitCode.NO_PLAN_FITS
+    assert max(map(len, finished.stdout.splitlines())) < 400
+    bars = [line for line in finished.stdout.splitlines() if line.endswith(">")]
+    assert len(bars) == 4
+
+
+def test_max_context_asks_for_no_context_that_divides() -> None:
+    found = run_json("gpt2", "--machine", "rtx4090", "--layers", "2", "--max", "context", "--cp",
+                     "3")  # fmt: skip
+    assert found["keep"] % 3072 == 0
+    assert found["keep"] > 0
+
+
+def test_a_name_of_a_machine_file_is_printable(tmp_path: Path) -> None:
+    path = tmp_path / "desk.json"
+    path.write_text(replace(find_machine("rtx4090"), name="a\x1b[31mb").to_json())
+    lines = run("gpt2", "--machine", str(path), "--tflops", "165").stdout.splitlines()
+    assert "1 x a?[31mb;" in lines[0]
+
+
 def test_max_finds_more_with_checkpointing_and_more_again_with_offloading() -> None:
     common = ("gpt2", "--machine", "rtx4090", "--layers", "8", "--loss-chunk", "8192")
     found = run_json(*common, "--max", "context")
@@ -292,7 +314,7 @@ def test_a_disk_takes_what_the_host_has_no_room_for() -> None:
         (["gpt2", "--picture", "a.jpg"], "--picture a.jpg: a PNG is written"),
         (["gpt2", "--picture", "/nowhere/a.png"], "there is no folder /nowhere"),
         (["gpt2", "--max", "batch", "--disk", "1TiB"], "--disk was given with --max batch"),
-        (["gpt2", "--layers", "99999999"], "more than 10000 are taken for a typing error"),
+        (["gpt2", "--layers", "99999999"], "more than 1000 are taken for a typing error"),
         (["gpt2", "--dp", "99999999"], "more than 10000000 are taken for a typing error"),
         (["gpt2", "--cp", "9999998"], "--cp 9999998 does not divide the 4096 context"),
         (
@@ -307,6 +329,11 @@ def test_a_disk_takes_what_the_host_has_no_room_for() -> None:
         (["gpt2", "--what-if", "batch=1,x"], "values are numbers with commas between them"),
         (["gpt2", "--what-if", "batch=1.5"], "whole numbers of 1 or more"),
         (["gpt2", "--budget", "many"], "--budget many: cannot read 'many' as a budget"),
+        (["gpt2", "--tflops", "1e-300"], "--tflops 1e-300: a peak in TFLOP/s is above 0"),
+        (["gpt2", "--what-if", "batch=" + "1," * 50 + "1"], "51 values were given; 50 at most"),
+        (["/dev/zero"], "the file has more than 16.0 MiB"),
+        (["gpt2", "--workload", "/dev/zero"], "the file has more than 64.0 MiB"),
+        (["gpt2", "--attention", "matrix", "--context", "134217728"], "device would hold"),
         (["gpt2", "--planner", "magic"], "unknown planner 'magic'"),
         (["gpt2", "--layers", "0"], "--layers 0: it must be 1 or more"),
         (["gpt2", "--tflops", "-1"], "a peak in TFLOP/s is above 0"),

@@ -6,7 +6,7 @@ from typing import cast
 
 from ebbtide.catalog.shapes import Experts, Family, Latents, Shape
 from ebbtide.files import read_small_text
-from ebbtide.naming import shorten, unknown_name_message
+from ebbtide.naming import plain_name, shorten, unknown_name_message
 
 _LLAMA_FIELDS = (
     "num_hidden_layers",
@@ -74,7 +74,7 @@ class _Reader:
     def read(self) -> Shape:
         kind = self._config.get("model_type")
         if not isinstance(kind, str) or kind not in FIELDS:
-            given = unknown_name_message("model_type", str(kind), FIELDS)
+            given = unknown_name_message("model_type", plain_name(str(kind)), FIELDS)
             raise ValueError(
                 f"MODEL {self._path}: {given}. If its layers are built as those of one of them, "
                 "give a file with that model_type and its fields, for example llama with "
@@ -108,7 +108,7 @@ class _Reader:
             ffn=self._int("n_inner", 4 * hidden),
             vocab=self._int("vocab_size"),
             num_positions=self._int("n_positions", 1024),
-            is_tied=True,
+            is_tied=self._bool("tie_word_embeddings", True),
             source=f"{self._path}",
         )
 
@@ -131,6 +131,7 @@ class _Reader:
             if not head_width:
                 self._refuse_ragged("hidden_size", hidden, "num_attention_heads", heads)
                 head_width = hidden // heads
+        has_biases = kind in ("llama", "qwen3", "qwen3_moe") and self._bool("attention_bias", False)
         return Shape(
             name=self._name,
             family=Family.DEEPSEEK if kind == "deepseek_v3" else Family.LLAMA,
@@ -141,9 +142,11 @@ class _Reader:
             head_width=head_width,
             ffn=self._int("intermediate_size"),
             vocab=self._int("vocab_size"),
-            is_tied=self._config.get("tie_word_embeddings") is True,
+            is_tied=self._bool("tie_word_embeddings", False),
             has_head_norms=kind in ("qwen3", "qwen3_moe"),
-            has_qkv_bias=kind == "qwen2",
+            has_qkv_bias=kind == "qwen2" or has_biases,
+            has_output_bias=has_biases,
+            has_mlp_bias=kind == "llama" and self._bool("mlp_bias", False),
             window=self._window(kind),
             latents=latents,
             experts=self._experts(kind),
@@ -151,13 +154,32 @@ class _Reader:
         )
 
     def _window(self, kind: str) -> int:
-        if kind in ("qwen2", "qwen3", "qwen3_moe") and not self._config.get("use_sliding_window"):
-            return 0
+        if kind in ("qwen2", "qwen3", "qwen3_moe"):
+            if not self._bool("use_sliding_window", False):
+                return 0
+            # So many first layers see everything.
+            num_full = self._int("max_window_layers", 0)
+            if num_full >= self._int("num_hidden_layers"):
+                return 0
+            self._refuse_other("max_window_layers", 0)
         if kind in ("llama", "deepseek_v3"):
             return 0
         return self._int("sliding_window", 0)
 
     def _experts(self, kind: str) -> Experts | None:
+        experts = self._read_experts(kind)
+        if experts is None:
+            return None
+        self._refuse_other("decoder_sparse_step", 1)
+        self._refuse_other("mlp_only_layers", [])
+        self._refuse_other("moe_layer_freq", 1)
+        self._refuse_more("num_experts_per_tok", experts.num_routed, "the experts of a layer,",
+                          experts.num_experts)  # fmt: skip
+        self._refuse_more("first_k_dense_replace", experts.num_dense_layers, "num_hidden_layers",
+                          self._int("num_hidden_layers"))  # fmt: skip
+        return experts
+
+    def _read_experts(self, kind: str) -> Experts | None:
         if kind == "mixtral":
             return Experts(
                 num_experts=self._int("num_local_experts"),
@@ -185,7 +207,7 @@ class _Reader:
     @property
     def _name(self) -> str:
         given = self._config.get("_name_or_path")
-        return shorten(given) if isinstance(given, str) and given else self._path.stem
+        return plain_name(given if isinstance(given, str) and given else self._path.stem)
 
     def _int(self, name: str, default: int | None = None) -> int:
         value = self._config.get(name)
@@ -200,6 +222,32 @@ class _Reader:
             )
         return value
 
+    def _bool(self, name: str, default: bool) -> bool:
+        value = self._config.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ValueError(
+                f"MODEL {self._path}: {name} is {_shown(value)}; it must be true or "
+                "false. Correct the file"
+            )
+        return value
+
+    def _refuse_other(self, name: str, *worked_out: object) -> None:
+        """Refuse a field that changes which layers have what, unless it changes nothing."""
+        value = self._config.get(name)
+        if value is not None and value not in worked_out:
+            raise ValueError(
+                f"MODEL {self._path}: {name} {_shown(value)} is not worked out, "
+                f"only {json.dumps(worked_out[0])}; leave it out to have all layers alike"
+            )
+
+    def _refuse_more(self, name: str, number: int, than: str, most: int) -> None:
+        if number > most:
+            raise ValueError(
+                f"MODEL {self._path}: {name} {number} is more than {than} {most}; correct the file"
+            )
+
     def _refuse_ragged(self, name: str, number: int, by: str, divisor: int) -> None:
         if number % divisor:
             raise ValueError(
@@ -209,5 +257,7 @@ class _Reader:
 
 
 def _shown(value: object) -> str:
-    # What holds others may be nested too deep to be written again.
-    return type(value).__name__ if isinstance(value, dict | list) else shorten(json.dumps(value))
+    try:
+        return shorten(json.dumps(value))
+    except RecursionError:
+        return f"{type(value).__name__} of many in each other"

@@ -98,6 +98,10 @@ class Shape:
     """Norms on each head's query and key, as Qwen3 has."""
     has_qkv_bias: bool = False
     """Biases of the projections of queries, keys and values, as Qwen2 has."""
+    has_output_bias: bool = False
+    """A bias of the projection after attention."""
+    has_mlp_bias: bool = False
+    """Biases of gate, up and down, where there is an MLP."""
     window: int = 0
     """Keys that a query sees at most; 0: all before it."""
     num_positions: int = 0
@@ -144,7 +148,9 @@ class Shape:
             return Parameters(split=4 * D * D + 2 * D * self.ffn + 5 * D + self.ffn, copied=4 * D)
         split, copied = self._attention_parameters()
         if not self.has_experts(layer):
-            return Parameters(split=split + 3 * D * self.ffn, copied=copied)
+            # Of gate and up each rank has a part, of down all.
+            split += 3 * D * self.ffn + (2 * self.ffn if self.has_mlp_bias else 0)
+            return Parameters(split=split, copied=copied + (D if self.has_mlp_bias else 0))
         experts = self.experts
         assert experts is not None, "bug in ebbtide: a layer of experts without experts"
         router = experts.num_experts * (D + (1 if experts.has_router_bias else 0))
@@ -170,7 +176,8 @@ class Shape:
         split = 2 * D * self.query_width + 2 * D * kv_width
         if self.has_qkv_bias:
             split += self.query_width + 2 * kv_width
-        return split, 2 * D + (2 * self.head_width if self.has_head_norms else 0)
+        copied = 2 * D + (2 * self.head_width if self.has_head_norms else 0)
+        return split, copied + (D if self.has_output_bias else 0)
 
     @property
     def embedding_parameters(self) -> int:

@@ -4,6 +4,7 @@ Whatever is wrong is a `ValueError` with one sentence: what was given, the rule,
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ from ebbtide.catalog import MACHINES
 from ebbtide.errors import PlanError
 from ebbtide.files import read_small_text
 from ebbtide.machine import Machine
-from ebbtide.naming import unknown_name_message
+from ebbtide.naming import plain_name, unknown_name_message
 from ebbtide.plan import Plan
 from ebbtide.planner.named import parse_plan_name
 from ebbtide.planner.solve import BUDGET_PLANNERS
@@ -59,7 +60,8 @@ def read_machine(given: str) -> Machine:
     if not Path(given).exists():
         unknown = unknown_name_message("machine", given, MACHINES)
         raise ValueError(f"--machine {given}: there is no such file, and in the catalog, {unknown}")
-    return _read_file("--machine", Path(given), Machine.from_json)
+    machine = _read_file("--machine", Path(given), Machine.from_json)
+    return replace(machine, name=plain_name(machine.name) or "unnamed")
 
 
 def read_budget(given: str, machine: Machine) -> int:

@@ -38,7 +38,7 @@ from ebbtide.drawing import check_picture
 from ebbtide.errors import ExitCode
 from ebbtide.estimate.answer import Answer, make_answer
 from ebbtide.estimate.picture import NEEDED_BY, draw_answer, draw_swept
-from ebbtide.estimate.search import Largest, find_largest
+from ebbtide.estimate.search import CONTEXT_STEP, Largest, find_largest
 from ebbtide.estimate.setup import Degrees, Dtype, Optimizer, Setup
 from ebbtide.estimate.strategies import DEFAULT_PLANNER, Estimator, Limits
 from ebbtide.estimate.verdict import Advice
@@ -177,6 +177,9 @@ def estimate(
                 raise ValueError(f"--layers {layers}: it must be 1 or more")
             shape = replace(shape, num_layers=layers)
         on = read_disk_sizes(disk, read_machine(machine))
+        if largest == "context":
+            # The one that is sought; what was given or not need not divide by the degrees.
+            context = CONTEXT_STEP * max(1, cp) * max(1, tp)
         setup = Setup(
             shape=shape,
             context=context,

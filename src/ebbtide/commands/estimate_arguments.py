@@ -20,6 +20,11 @@ Choice = TypeVar("Choice", bound=enum.Enum)
 AXES = ("context", "batch", "bandwidth")
 """What `--what-if` sweeps."""
 
+MOST_VALUES = 50
+"""Of a sweep; each is a whole answer."""
+
+LEAST_TFLOPS, MOST_TFLOPS = 0.001, 1e6
+
 _FACTORS: Mapping[str, tuple[float, ...]] = {
     "context": (0.25, 0.5, 1.0, 2.0, 4.0),
     "batch": (1.0, 2.0, 4.0, 8.0),
@@ -51,8 +56,11 @@ def read_choice(option: str, given: str, kind: type[Choice]) -> Choice:
 def read_accelerator(machine: Machine, tflops: float | None) -> Accelerator:
     """Return what computes on this machine, with `--tflops` in place of its bf16 peak."""
     known = ACCELERATORS.get(machine.name)
-    if tflops is not None and not 0 < tflops < 1e6:
-        raise ValueError(f"--tflops {tflops:g}: a peak in TFLOP/s is above 0, such as 989")
+    if tflops is not None and not LEAST_TFLOPS <= tflops < MOST_TFLOPS:
+        raise ValueError(
+            f"--tflops {tflops:g}: a peak in TFLOP/s is above 0, such as 989; from "
+            f"{LEAST_TFLOPS:g} to {MOST_TFLOPS:g} are taken"
+        )
     if known is None:
         if tflops is None:
             raise ValueError(
@@ -117,6 +125,10 @@ def read_sweep(given: str, current: Mapping[str, int]) -> tuple[str, tuple[float
             f"--what-if {given}: values are numbers with commas between them; give for example "
             "--what-if context=8192,32768"
         ) from error
+    if len(values) > MOST_VALUES:
+        raise ValueError(
+            f"--what-if {axis}: {len(values)} values were given; {MOST_VALUES} at most are swept"
+        )
     is_whole = axis != "bandwidth"
     if any(not 0 < v < 2**31 or (is_whole and v != int(v)) for v in values):
         rule = "whole numbers of 1 or more" if is_whole else "factors above 0"

@@ -158,7 +158,9 @@ def _picture(answer: Answer) -> Iterator[str]:
         bar, held, drawn = "", 0, 0
         for name, mark in MARKS.items():
             held += row.holders[name]
-            upto = round(held * BAR_WIDTH / budget) if budget else 0
+            # Cut while drawn: a budget may be as small as a byte.
+            upto = round(held * BAR_WIDTH / max(1, budget))
+            upto = min(upto, 2 * MOST_BAR_WIDTH)
             bar += mark * (upto - drawn)
             drawn = upto
         bar = bar.ljust(BAR_WIDTH)

@@ -120,6 +120,8 @@ def _assumptions(estimator: Estimator) -> tuple[str, ...]:
         found.append("every expert gets as many tokens as every other")
     if setup.dtype is Dtype.FP8:
         found.append("fp8 makes products faster; weights and activations stay in bf16")
+    if estimator.machine.name in ACCELERATORS:
+        found.append(f"peak rates: {estimator.accelerator.source}")
     if estimator.machine.name in ACCELERATORS and estimator.machine.source:
         found.append(f"machine: {estimator.machine.source}")
     return tuple(found)

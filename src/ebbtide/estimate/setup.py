@@ -11,9 +11,11 @@ MOST_TOKENS = 2**27
 """Of one micro-batch on one device: far above what any device holds, so a larger one is a typing
 error."""
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1000
 MOST_DEVICES = 10_000_000
-"""As well."""
+MOST_MICRO_BATCHES = 1_000_000
+MOST_PARAMETERS = 10**15
+"""As well: a thousand times the largest published model."""
 
 
 @enum.unique
@@ -144,18 +146,23 @@ class Setup:
                 f"{self.context * self.batch // self.degrees.cp} tokens a device; more than "
                 f"{MOST_TOKENS} are taken for a typing error"
             )
-        if self.shape.num_layers > MOST_LAYERS:
-            raise ValueError(
-                f"{self.shape.name} has {self.shape.num_layers} layers; more than {MOST_LAYERS} "
-                "are taken for a typing error"
-            )
-        if self.degrees.num_devices > MOST_DEVICES:
-            raise ValueError(
-                f"the degrees make {self.degrees.num_devices} devices; more than {MOST_DEVICES} "
-                "are taken for a typing error"
-            )
+        for what, number, most in (
+            (f"{self.shape.name} has %d layers", self.shape.num_layers, MOST_LAYERS),
+            ("the degrees make %d devices", self.degrees.num_devices, MOST_DEVICES),
+            ("--accumulate makes %d micro-batches", self.accumulate, MOST_MICRO_BATCHES),
+            ("--loss-chunk gives %d tokens", self.loss_chunk, MOST_TOKENS),
+            # Counted last: a shape with too many layers takes long to count.
+            (f"{self.shape.name} has %d parameters", self._num_parameters(), MOST_PARAMETERS),
+        ):
+            if number > most:
+                raise ValueError(f"{what % number}; more than {most} are taken for a typing error")
         self._check_degrees()
         self._check_implementation()
+
+    def _num_parameters(self) -> int:
+        if self.shape.num_layers > MOST_LAYERS:
+            return 0  # Refused for its layers.
+        return self.shape.num_parameters
 
     def _check_degrees(self) -> None:
         shape, degrees = self.shape, self.degrees

@@ -41,6 +41,10 @@ DEFAULT_PLANNER = "greedy"
 solver of `lp` takes."""
 
 
+MOST_HELD_BYTES = 2**61
+"""Of one device: planners count up to twice that."""
+
+
 @enum.unique
 class Strategy(enum.Enum):
     """A row."""
@@ -191,6 +195,22 @@ class Estimator:
         return self._make(is_rerun=True)
 
     def _make(self, *, is_rerun: bool) -> tuple[Workload, ...]:
+        workloads = self._unchecked(is_rerun=is_rerun)
+        for workload in workloads:
+            outside = workload.outside
+            held = max((e.held_bytes for b in workload.blocks for e in b.backward), default=0)
+            held += workload.num_bytes_saved
+            if outside is not None:
+                held += outside.resident_bytes + outside.turn_bytes
+            if held > MOST_HELD_BYTES:
+                raise ValueError(
+                    f"a device would hold {held / 2**60:.0f} EiB with everything kept; more than "
+                    f"{MOST_HELD_BYTES >> 60} are taken for a typing error. Look at --context "
+                    f"{self.setup.context}, --batch {self.setup.batch} and the model's widths"
+                )
+        return workloads
+
+    def _unchecked(self, *, is_rerun: bool) -> tuple[Workload, ...]:
         if self.measured is not None:
             num_layers = self.setup.shape.num_layers
             return (scale_measured(self.measured, self.setup, num_layers, self.residents[0]),)
