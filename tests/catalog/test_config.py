@@ -144,7 +144,7 @@ def test_names_are_printable_and_not_endless(tmp_path: Path) -> None:
 
 
 def test_a_file_without_an_end_is_refused() -> None:
-    with pytest.raises(ValueError, match="the file has more than 16.0 MiB"):
+    with pytest.raises(ValueError, match=r"the file has more than 16.0 MiB"):
         read_config(Path("/dev/zero"))
 
 

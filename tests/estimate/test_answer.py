@@ -41,6 +41,10 @@ def test_assumptions_are_those_of_the_question() -> None:
     assert "one device: no collectives" in plain
     assert any("products at 653 TFLOP/s" in text for text in plain)
     assert not any("expert" in text or "fp8" in text for text in plain)
+    gpt2 = replace(LLAMA, shape=replace(MODELS["gpt2"], num_layers=2))
+    assert not any("positions" in text for text in make_answer(ask(gpt2)).assumptions)
+    longer = make_answer(ask(replace(gpt2, context=2048))).assumptions
+    assert any("published with positions for 1024 tokens" in text for text in longer)
     fp8 = make_answer(ask(replace(LLAMA, dtype=Dtype.FP8))).assumptions
     assert any(text.startswith("fp8 makes products faster") for text in fp8)
     experts = make_answer(ask(DEEPSEEK, "vera-rubin")).assumptions

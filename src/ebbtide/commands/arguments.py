@@ -57,11 +57,19 @@ def read_machine(given: str) -> Machine:
     """Return the machine of the catalog with this name, or else that of the file."""
     if given in MACHINES:
         return MACHINES[given]
-    if not Path(given).exists():
+    if not is_there(Path(given)):
         unknown = unknown_name_message("machine", given, MACHINES)
         raise ValueError(f"--machine {given}: there is no such file, and in the catalog, {unknown}")
     machine = _read_file("--machine", Path(given), Machine.from_json)
     return replace(machine, name=plain_name(machine.name) or "unnamed")
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder; a name that is too long for one is none."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def read_budget(given: str, machine: Machine) -> int:

@@ -205,7 +205,7 @@ def estimate(
             tflops=tflops,
             names=read_names(offload),
             planner=planner or DEFAULT_PLANNER,
-            measured=None if workload is None else read_measured(workload),
+            measured=None if workload is None else read_measured(workload, "--workload"),
             picture=picture,
         )
         with _no_collection():

@@ -11,9 +11,9 @@ from ebbtide.catalog.config import read_config
 from ebbtide.catalog.machines import with_disk
 from ebbtide.catalog.models import MODELS
 from ebbtide.catalog.shapes import Shape
-from ebbtide.commands.arguments import add_up_disks
+from ebbtide.commands.arguments import add_up_disks, is_there
 from ebbtide.machine import Machine
-from ebbtide.naming import unknown_name_message
+from ebbtide.naming import printable, unknown_name_message
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
@@ -37,12 +37,13 @@ def read_model(given: str) -> Shape:
     if given in MODELS:
         return MODELS[given]
     path = Path(given)
-    if path.is_dir():
+    if is_there(path) and path.is_dir():
         path = path / "config.json"
-    if path.exists():
+    if is_there(path):
         return read_config(path)
-    unknown = unknown_name_message("model", given, MODELS)
-    raise ValueError(f"MODEL {given}: there is no such file, and in the catalog, {unknown}")
+    name = printable(given)
+    unknown = unknown_name_message("model", name, MODELS)
+    raise ValueError(f"MODEL {name}: there is no such file, and in the catalog, {unknown}")
 
 
 def read_choice(option: str, given: str, kind: type[Choice]) -> Choice:

@@ -116,6 +116,11 @@ def _assumptions(estimator: Estimator) -> tuple[str, ...]:
     ]
     if estimator.measured is not None:
         found[0] = "times and bytes of blocks as in the measured run"
+    if setup.context > setup.shape.num_positions > 0:
+        found.append(
+            f"{setup.shape.name} is published with positions for {setup.shape.num_positions} "
+            "tokens; its table is counted with as many rows"
+        )
     if setup.shape.experts is not None:
         found.append("every expert gets as many tokens as every other")
     if setup.dtype is Dtype.FP8:
