@@ -118,6 +118,15 @@ def test_perfettos_file_that_cannot_be_written(step_file: Path, tmp_path: Path) 
     assert f"--perfetto {out}: the file cannot be written (No such file" in finished.stderr
 
 
+@pytest.mark.parametrize("option", ["--html", "--perfetto"])
+def test_the_trace_itself_is_not_written_over(step_file: Path, option: str) -> None:
+    before = step_file.read_bytes()
+    finished = run(step_file, option, step_file.parent / "." / step_file.name)
+    assert finished.exit_code == ExitCode.MISUSE
+    assert "that is FILE itself; name another" in finished.stderr
+    assert step_file.read_bytes() == before
+
+
 def test_of_a_trace_without_gpus_nothing_is_written(tmp_path: Path) -> None:
     out = tmp_path / "out.json.gz"
     finished = run(write(tmp_path / "a.json", complete("cpu_op", "a", 0, 9)), "--perfetto", out)

@@ -13,7 +13,7 @@ from ebbtide.catalog.models import MODELS
 from ebbtide.catalog.shapes import Shape
 from ebbtide.commands.arguments import add_up_disks, is_there
 from ebbtide.machine import Machine
-from ebbtide.naming import printable, unknown_name_message
+from ebbtide.naming import plain_name, unknown_name_message
 
 Choice = TypeVar("Choice", bound=enum.Enum)
 
@@ -41,7 +41,7 @@ def read_model(given: str) -> Shape:
         path = path / "config.json"
     if is_there(path):
         return read_config(path)
-    name = printable(given)
+    name = plain_name(given)
     unknown = unknown_name_message("model", name, MODELS)
     raise ValueError(f"MODEL {name}: there is no such file, and in the catalog, {unknown}")
 

@@ -112,6 +112,9 @@ def trace(
             )
         if workload is not None and plan is None:
             raise ValueError(f"--workload {workload}: it says what a plan is for; give --plan too")
+        for option, out in (("--html", html), ("--perfetto", perfetto)):
+            if out is not None and out.resolve() == file.resolve():
+                raise ValueError(f"{option} {out}: that is FILE itself; name another")
         on = None if machine is None else read_machine(machine)
         planned = None if plan is None else read_plan(plan, "--plan")
         for_workload = None if workload is None else read_workload(workload, "--workload")

@@ -104,15 +104,17 @@ def _figures(trace: Trace, analyses: Sequence[Analysis]) -> Iterator[str]:
     for device, analysis in list(zip(trace.devices, analyses, strict=True))[:MAX_GPUS]:
         whole_ns = analysis.end_ns - analysis.start_ns
         yield f"<h3>{_text(device.name)}</h3>"
+        out, back = analysis.copy_out, analysis.copy_in
         tiles = [
             ("recorded", _ms(whole_ns), "ms", ""),
             ("compute busy", _ms(analysis.compute_busy_ns), "ms",
-             _of(analysis.compute_busy_ns, whole_ns)),
-            ("idle", _ms(analysis.idle_ns), "ms", _of(analysis.idle_ns, whole_ns)),
-            ("out exposed", _ms(analysis.copy_out.exposed_ns), "ms",
-             _of(analysis.copy_out.exposed_ns, analysis.copy_out.busy_ns)),
-            ("in exposed", _ms(analysis.copy_in.exposed_ns), "ms",
-             _of(analysis.copy_in.exposed_ns, analysis.copy_in.busy_ns)),
+             _of(analysis.compute_busy_ns, whole_ns, "the time")),
+            ("compute idle", _ms(analysis.idle_ns), "ms",
+             _of(analysis.idle_ns, whole_ns, "the time")),
+            ("out exposed", _ms(out.exposed_ns), "ms",
+             _of(out.exposed_ns, out.busy_ns, "the copying")),
+            ("in exposed", _ms(back.exposed_ns), "ms",
+             _of(back.exposed_ns, back.busy_ns, "the copying")),
         ]  # fmt: skip
         if device.timeline.peak_bytes:
             number, unit = format_bytes(device.timeline.peak_bytes).split(" ")
@@ -169,8 +171,9 @@ def _timeline(trace: Trace, analyses: Sequence[Analysis], drawing: Drawing) -> I
     yield _legend(keys)
     yield drawing.timeline
     yield (
-        '<p class="hint">Drag to move, Ctrl and wheel or two fingers to zoom; the tools above the '
-        "plot zoom too, and bring the whole back. Point at or tap on a mark to see its name.</p>"
+        '<p class="hint">Zoom with Ctrl and the wheel, two fingers, or the magnifiers above the '
+        "plot; drag to move (on a touch screen tap on the arrows above first). Point at a mark, or "
+        "tap on it, to see its name.</p>"
     )
 
 
@@ -301,8 +304,8 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _of(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.0f} %" if whole else ""
+def _of(part: int, whole: int, of_what: str) -> str:
+    return f"{100 * part / whole:.0f} % of {of_what}" if whole else ""
 
 
 def _ms(ns: int) -> str:
@@ -339,7 +342,8 @@ _STYLE: Final = """
   --bk-text-color: var(--text); --bk-major-label-text-color: var(--text);
   --bk-axis-label-text-color: var(--faint); --bk-axis-line-color: var(--line);
   --bk-major-tick-line-color: var(--line); --bk-minor-tick-line-color: var(--line);
-  --bk-grid-line-color: var(--line); --bk-outline-line-color: var(--line);
+  --bk-grid-line-color: var(--line); --bk-background-fill-color: var(--ground);
+  --bk-border-fill-color: var(--ground); --bokeh-font-size: 13px;
 }
 * { box-sizing: border-box; }
 body {
@@ -358,14 +362,13 @@ th { color: var(--faint); font-weight: 600; border-bottom: 1px solid var(--line)
 tbody tr:nth-child(even) { background: var(--raised); }
 .word { text-align: left; }
 td.word { white-space: normal; min-width: 9rem; max-width: 40rem; overflow-wrap: break-word; }
-#moved .scroll { max-width: 46rem; }
 dl { display: flex; flex-wrap: wrap; gap: 0.5rem; margin: 0.5rem 0; }
 dl div {
   background: var(--raised); border-radius: 6px; padding: 0.4rem 0.8rem; flex: 1 1 8.5rem;
 }
 dd { margin: 0; }
 dd b { font-size: 1.25rem; font-variant-numeric: tabular-nums; }
-dd i { color: var(--faint); font-style: normal; float: right; line-height: 1.9rem; }
+dd i { color: var(--faint); font-style: normal; font-size: 0.85rem; display: block; }
 article {
   border-left: 4px solid var(--accent); background: var(--raised); border-radius: 0 6px 6px 0;
   padding: 0.4rem 0.9rem; margin: 0.6rem 0;

@@ -255,6 +255,7 @@ def _draw_timeline(
             Label(
                 x=4, x_units="screen", y=row - 0.32, text=PlainText(text=_short(name)),
                 text_font_size="13px", text_font_style="bold", text_baseline="bottom",
+                background_fill_alpha=0.0,
             )
         )  # fmt: skip
     plot.yaxis.ticker = FixedTicker(ticks=[row for _, row in rows])
@@ -312,9 +313,7 @@ def _figure(times: Model, values: Model, height_px: int, name: str) -> Model:
         active_scroll=wheel,
         toolbar_location="above",
         name=name,
-        background_fill_alpha=0,
-        border_fill_alpha=0,
-        outline_line_alpha=0.4,
+        outline_line_color=None,
     )
     plot.toolbar.logo = None
     plot.xaxis.axis_label = "ms since the first thing on a GPU"
@@ -354,6 +353,7 @@ def _label_steps(plot: Model, drawn: DrawnLane, row: float) -> None:
             Label(
                 x=(start + end) / 2, y=row, text=PlainText(text="".join(number)),
                 text_align="center", text_baseline="middle", text_font_size="11px",
+                background_fill_alpha=0.0,
             )
         )  # fmt: skip
     plot.vspan(x=[*starts, ends[-1]], line_color=COLORS[Lane.STEP], line_alpha=0.5, line_width=1)
@@ -445,8 +445,8 @@ def _draw_table(devices: Sequence[DeviceTrace], analyses: Sequence[Analysis]) ->
     columns = [
         TableColumn(field="name", title="tensor", formatter=StringFormatter(), width=190),
         TableColumn(field="way", title="way", formatter=StringFormatter(), width=44),
-        TableColumn(field="exposed", title="exposed ms", formatter=hundredths, width=92),
-        TableColumn(field="hidden", title="hidden ms", formatter=hundredths, width=84),
+        TableColumn(field="exposed", title="exposed ms", formatter=hundredths, width=100),
+        TableColumn(field="hidden", title="hidden ms", formatter=hundredths, width=92),
         TableColumn(field="busy", title="busy ms", formatter=hundredths, width=80),
         TableColumn(field="mib", title="MiB", formatter=tenths, width=90),
         TableColumn(field="copies", title="copies", formatter=whole, width=70),
@@ -457,6 +457,7 @@ def _draw_table(devices: Sequence[DeviceTrace], analyses: Sequence[Analysis]) ->
         )
     return DataTable(
         source=source,
+        max_width=sum(column.width for column in columns) + 4,
         columns=columns,
         index_position=None,
         reorderable=False,
