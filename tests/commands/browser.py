@@ -99,6 +99,12 @@ class Browser:
                 "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
             )
 
+    def tap(self, x: float, y: float) -> None:
+        """Touch there with a finger, in pixels of the window."""
+        touched = {"x": x, "y": y}
+        self.command("Input.dispatchTouchEvent", type="touchStart", touchPoints=[touched])
+        self.command("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
     def turn_wheel(self, x: float, y: float, delta: float) -> None:
         """Turn the wheel there with Ctrl held."""
         self.command(

@@ -165,6 +165,21 @@ def test_a_plans_figures_stand_beside_the_traces(
     assert "2 measured copies carry no activation's name" in lines
 
 
+def test_a_plans_figures_are_on_the_page(
+    step_file: Path, plan_files: list[str | Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("bokeh", reason="the extra report is not installed")
+    text = ""
+    for arguments, is_there in (([], False), (plan_files, True)):
+        page = tmp_path / "page.html"
+        assert run(step_file, "--html", page, *arguments).exit_code == ExitCode.DONE
+        text = page.read_text(encoding="utf-8")
+        assert ("GPU 0: the plan against ProfilerStep#3" in text) is is_there
+        row = '<td class="word">out bytes</td><td>10 B</td><td>1.1 MiB</td>'
+        assert (row in text) is is_there
+    assert "2 measured copies carry no activation" in text
+
+
 @pytest.mark.parametrize(
     ("left_out", "message"),
     [

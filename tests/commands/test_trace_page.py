@@ -368,6 +368,25 @@ def test_a_telephone_needs_no_sideways_scrolling(
 
 
 @needs_browser
+def test_a_finger_scrolls_the_page_zooms_and_asks_for_names(
+    browser: Browser, steps_page: Path
+) -> None:
+    browser.open(steps_page, width=390, is_phone=True)
+    x, y = place_of(browser, 6.0, ROWS[Lane.COPY_OUT] + 0.2)
+    browser.tap(x, y)
+    assert "h.3.input" in tooltip(browser, "copy out")
+    before, top = ms_per_pixel(browser), browser.run("return scrollY")
+    browser.command("Input.synthesizeScrollGesture", x=x, y=y, yDistance=-200)
+    browser.wait(lambda: browser.run("return scrollY") > top + 100)
+    assert ms_per_pixel(browser) == before
+    x, y = place_of(browser, 6.0, ROWS[Lane.COPY_OUT] + 0.2)
+    browser.command("Input.synthesizePinchGesture", x=x, y=y, scaleFactor=2.0, relativeSpeed=300)
+    browser.wait(lambda: ms_per_pixel(browser) < before)
+    assert browser.run("return visualViewport.scale") == 1
+    assert browser.logs() == []
+
+
+@needs_browser
 def test_names_that_are_markup_are_shown_as_text(browser: Browser, hostile_page: Path) -> None:
     browser.open(hostile_page)
     assert browser.run("return window.broken ?? null") is None

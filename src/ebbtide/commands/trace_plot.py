@@ -80,11 +80,22 @@ if (format == "when") { return `${ms(data.left[i])}, for ${ms(took)}`; }
 const bytes = data.bytes[i];
 return bytes > 0 ? `${(bytes / 2 ** 20).toFixed(2)} MiB` : "-";
 """
-_CALM: Final = """
+_TOUCH: Final = """
 // A finger on the plot is to scroll the page. Who wants to drag the plot taps on the tool first.
 if (window.matchMedia("(pointer: coarse)").matches) {
   for (const toolbar of toolbars) { toolbar.active_drag = null; }
 }
+// bokeh tells names where a mouse moves, and a finger that taps moves nothing.
+document.addEventListener("click", (event) => {
+  if (event.pointerType == "touch") {
+    const {clientX, clientY, pageX, pageY} = event;
+    const place = {clientX, clientY, isPrimary: true, bubbles: true, composed: true};
+    const move = new PointerEvent("pointermove", place);
+    // A made event knows nothing of how far the page is scrolled.
+    Object.defineProperties(move, {pageX: {value: pageX}, pageY: {value: pageY}});
+    event.composedPath()[0].dispatchEvent(move);
+  }
+});
 """
 
 
@@ -161,7 +172,7 @@ def draw_trace(devices: Sequence[DeviceTrace], analyses: Sequence[Analysis]) -> 
     for part in parts:
         document.add_root(part)
     toolbars = [plot.toolbar for plot in plots]
-    document.js_on_event("document_ready", CustomJS(args={"toolbars": toolbars}, code=_CALM))
+    document.js_on_event("document_ready", CustomJS(args={"toolbars": toolbars}, code=_TOUCH))
     script, found = components(parts)
     divs = list(found)
     resources = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"])
