@@ -28,6 +28,7 @@ LEAST_NS: Final = 5000
 NUM_NOTES: Final = 50
 WIDEST_TEXT: Final = 2000
 """Of what comes from the trace in one place."""
+WIDEST_CELL: Final = 300
 
 
 def write_page(
@@ -280,9 +281,9 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: 
     def row(cells: Sequence[str], tag: str) -> str:
         first_word = len(headers) - num_words
         made = (
-            f'<{tag} class="word">{_text(cell)}</{tag}>'
+            f'<{tag} class="word">{_text(cell, WIDEST_CELL)}</{tag}>'
             if (i == 0 and not num_words) or i >= first_word
-            else f"<{tag}>{_text(cell)}</{tag}>"
+            else f"<{tag}>{_text(cell, WIDEST_CELL)}</{tag}>"
             for i, cell in enumerate(cells)
         )
         return f"<tr>{''.join(made)}</tr>"
@@ -294,9 +295,9 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, num_words: 
     )
 
 
-def _text(text: str) -> str:
+def _text(text: str, widest: int = WIDEST_TEXT) -> str:
     """Escape what may come from a trace."""
-    short = text if len(text) <= WIDEST_TEXT else text[: WIDEST_TEXT - 3] + "..."
+    short = text if len(text) <= widest else text[: widest - 3] + "..."
     return escape(short)
 
 

@@ -25,11 +25,14 @@ NUM_MARKS: Final = 60_000
 """On all lanes of all devices. Each takes 45 bytes of the page, so 2.7 MB."""
 NUM_MOMENTS: Final = 20_000
 """Of all devices' memory; 32 bytes each."""
-NUM_ROWS: Final = 5000
+NUM_NAMES: Final = 8000
+"""Different names of marks; one may take 700 bytes."""
+NUM_ROWS: Final = 4000
 """Of the table, those exposed longest."""
 NUM_STEP_LABELS: Final = 20
 """More would lie on each other on a telephone."""
 WIDEST_NAME: Final = 120
+WIDEST_GPU: Final = 40
 
 _ROW_PX: Final = 26
 _AROUND_PX: Final = 90
@@ -62,6 +65,7 @@ TITLES: Final = {
     Lane.COLLECTIVE: "collective",
     Lane.HOST: "CPU waits",
 }
+_NO_ROOM: Final = "(there are too many names)"
 _MEMORY_COLORS: Final = ("#3a86c8", "#c79a00", "#2a9d8f", "#a78bba")
 _ALWAYS: Final = (Lane.COMPUTE, Lane.COPY_OUT, Lane.COPY_IN)
 """Shown also where nothing is in them: that there are no copies is worth seeing."""
@@ -249,7 +253,8 @@ def _draw_timeline(
         times, Range1d(start=at + 0.4, end=0.6), round(-at * _ROW_PX) + _AROUND_PX, "timeline"
     )
     renderers: list[Any] = []
-    for strip in strips:
+    # Kernels have most names: those of all else come first, lest there be no room for them.
+    for strip in sorted(strips, key=lambda strip: strip.color == COLORS[Lane.COMPUTE]):
         source = _source(strip.marks, strip.names, numbers)
         sources[strip.key] = source
         renderers.append(
@@ -339,7 +344,12 @@ def _source(marks: Marks, names: Sequence[str], numbers: dict[str, int]) -> Mode
     """Return the columns of marks; names are numbers, as most repeat."""
     from bokeh.models import ColumnDataSource
 
-    of_mark = [numbers.setdefault(_short(name), len(numbers)) for name in names]
+    of_mark: list[int] = []
+    for name in names:
+        short = _short(name)
+        if short not in numbers and len(numbers) >= NUM_NAMES:
+            short = _NO_ROOM
+        of_mark.append(numbers.setdefault(short, len(numbers)))
     return ColumnDataSource(
         {
             "left": marks.starts_ns / 1e6,
@@ -440,7 +450,7 @@ def _draw_table(devices: Sequence[DeviceTrace], analyses: Sequence[Analysis]) ->
     source = ColumnDataSource(
         {
             "name": [_short(row.name) for row in figures],
-            "gpu": [_short(name) for name, _ in moved],
+            "gpu": [name[:WIDEST_GPU] for name, _ in moved],
             "way": [TITLES[row.lane].removeprefix("copy ") for row in figures],
             "copies": [row.num_copies for row in figures],
             "mib": [row.num_bytes / 2**20 for row in figures],
