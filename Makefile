@@ -12,18 +12,22 @@ SAMPLES := $(VENV)/.has-model $(VENV)/.has-text
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint types gpu-test gpu-bench clean
+.PHONY: help demo docs test check lint types gpu-test gpu-bench clean
 
 help:
 	@echo "make demo       compare every strategy on a small real model; results in demo-results/"
 	@echo "make check      lint, types and the fast tests"
 	@echo "make test       everything CI runs"
+	@echo "make docs       the pages that are made from the code"
 	@echo "make gpu-test   the tests that need a GPU, with the python that is there"
 	@echo "make gpu-bench  the measurements, with the python that is there"
 	@echo "make clean      remove what the other targets made, but for $(VENV)"
 
 demo: $(VENV)/.has-demo $(SAMPLES)
 	$(BIN)/ebbtide compare --out demo-results
+
+docs: $(VENV)/.has-dev
+	$(BIN)/python scripts/errors_page.py docs/errors.md
 
 test: lint types $(SAMPLES)
 	$(BIN)/python -m pytest tests -q -n auto
