@@ -18,7 +18,9 @@ FRAMEWORKS = ("jax", "torch", "transformers")
 # A unit is what lies directly in the package: a module, or a folder with all that is in
 # it. The package's own `__init__` re-exports the core, so it stands just above it.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"units", "budget", "errors", "files", "naming", "version", "forms", "drawing"}),
+    frozenset(
+        {"units", "budget", "errors", "files", "naming", "supported", "version", "forms", "drawing"}
+    ),
     frozenset({"block", "workload", "machine", "plan", "timeline"}),
     frozenset({"memory"}),
     frozenset({"planner", "check", "simulate", "catalog", "trace", "doctor"}),

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
@@ -21,6 +22,7 @@ from ebbtide.errors import RuntimeStateError
 from ebbtide.integrations.figures import figures_of
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import MIN_BYTES
+from ebbtide.supported import check_versions
 from ebbtide.torch import Tide, attach
 
 log = logging.getLogger("ebbtide")
@@ -82,6 +84,7 @@ class EbbtideCallback(TrainerCallback):
         compile: bool | str = False,
         sanitize: bool = False,
     ) -> None:
+        check_versions("transformers", transformers.__version__)
         self.tide: Tide | None = None
         self._plan = plan
         self._options: dict[str, Any] = {

@@ -23,6 +23,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan import Decision
 from ebbtide.planner.named import MIN_BYTES, named_plan
 from ebbtide.simulate import simulate
+from ebbtide.supported import check_versions
 from ebbtide.units import format_bytes, parse_bytes
 from ebbtide.workload import Workload
 
@@ -137,6 +138,7 @@ def plan_step(
         RuntimeStateError: As in `plan_for`.
         ValueError: As in `plan_for`.
     """
+    check_versions("jax", jax.__version__)
     refuse_ignored_names()
     link = resolve_machine(machine)
     budget_bytes = parse_budget(budget, link.device_bytes)

@@ -21,6 +21,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import MIN_BYTES
 from ebbtide.planner.solve import plan_for_budget
+from ebbtide.supported import check_versions
 from ebbtide.units import format_bytes, parse_bytes
 from ebbtide.workload import Workload
 
@@ -230,6 +231,7 @@ def plan_for(
         RuntimeStateError: jax is set to ignore names (`JAX_REMAT3`), or lacks what is relied on.
         ValueError: A size cannot be read, or `layers` is less than 1.
     """
+    check_versions("jax", jax.__version__)
     refuse_ignored_names()
     link = resolve_machine(machine)
     observation = observe(block, params, x, *rest)

@@ -24,6 +24,7 @@ from ebbtide.plan import Decision, Plan
 from ebbtide.planner.explain import Explanation, explain
 from ebbtide.planner.named import MIN_BYTES, PlanFamily, named_plan, parse_plan_name
 from ebbtide.planner.solve import BUDGET_PLANNERS
+from ebbtide.supported import check_versions
 from ebbtide.torch.blocks import find_blocks
 from ebbtide.torch.budgets import BudgetPlanner
 from ebbtide.torch.devices.base import AbstractMeter
@@ -153,6 +154,7 @@ def attach(
     if _is_set(DISABLE_VARIABLE):
         _say_disabled()
         return Tide(model, None, Ledger(), None, None)
+    check_versions("torch", torch.__version__)
     if budget is not None and plan is not None:
         name = plan if isinstance(plan, str) else plan.name
         raise ValueError(
