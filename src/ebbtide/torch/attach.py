@@ -41,7 +41,7 @@ from ebbtide.torch.refusals import (
     refuse_compiled,
     refuse_cuda_graphs,
 )
-from ebbtide.torch.report import write_report
+from ebbtide.torch.report import Outcome, read_memory, write_report
 from ebbtide.torch.runtime import Runtime
 from ebbtide.torch.sanitizer import Sanitizer
 from ebbtide.torch.tiers import HostRegion
@@ -368,13 +368,25 @@ class Tide:
         self._ledger.reset()
 
     def report(self) -> str:
-        """Return a few lines for people: the plan and what was moved and recomputed so far."""
+        """Return lines for people: predicted, measured, what was moved, who holds the peak, advice.
+
+        Reads what was counted, and waits for the device; nothing is measured for it in a step.
+        `docs/report.md` explains the lines.
+        """
         if self._runtime is None:
             return "ebbtide keeps everything: no hook is installed"
         if self._runtime.plan is None:
             return "ebbtide has not observed a whole training step yet"
+        memory = read_memory(self._runtime.device)
         return write_report(
-            self._runtime.plan, self.statistics(), self.workload, self._runtime.device
+            Outcome(
+                plan=self._runtime.plan,
+                counts=self.statistics(),
+                workload=self.workload,
+                machine=self.machine,
+                paced=self._runtime.read_pace(),
+                memory=memory,
+            )
         )
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ steady training, and with nobody else on the link. What counts is a few whole st
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 from ebbtide.plan import Plan
@@ -21,6 +22,18 @@ NUM_FASTER: Final = 1
 may hold what others did on the host meanwhile, and a plan for that is a wrong plan."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paced:
+    """What forward and backward took under one plan."""
+
+    plan: Plan
+    """As it was when the steps ran, with what was predicted then."""
+    num_steps: int
+    """Steps that were timed."""
+    measured_ns: int
+    """Of an undisturbed one."""
+
+
 class Pace:
     """Times forward and backward of the first steps under each plan."""
 
@@ -31,6 +44,7 @@ class Pace:
         self._start: Mark = None
         self._spans: list[tuple[Mark, Mark]] = []
         self._num_started = 0
+        self._last: Paced | None = None
 
     @property
     def is_running(self) -> bool:
@@ -66,6 +80,24 @@ class Pace:
         """
         if plan is not self._plan or len(self._spans) != NUM_STEPS:
             return 0
-        spans, self._spans = self._spans, []
+        self._last = self._read_spans(plan)
+        self._spans = []
         self.settle(plan)
-        return sorted(self._meter.elapsed_ns(a, b) for a, b in spans)[NUM_FASTER]
+        return self._last.measured_ns
+
+    def read(self) -> Paced | None:
+        """Return what was timed last, also where it is not enough to correct a plan by.
+
+        Waits for the device. None before any step was timed.
+        """
+        if self._plan is not None and self._spans:
+            return self._read_spans(self._plan)
+        return self._last
+
+    def _read_spans(self, plan: Plan) -> Paced:
+        taken_ns = sorted(self._meter.elapsed_ns(a, b) for a, b in self._spans)
+        return Paced(
+            plan=plan,
+            num_steps=len(taken_ns),
+            measured_ns=taken_ns[min(NUM_FASTER, len(taken_ns) - 1)],
+        )

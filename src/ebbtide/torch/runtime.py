@@ -51,7 +51,7 @@ from ebbtide.torch.internals import (
     pause_autocast,
     pause_dispatch,
 )
-from ebbtide.torch.pace import Pace
+from ebbtide.torch.pace import Pace, Paced
 from ebbtide.torch.parameters import Parameters, Recent, storages_of
 from ebbtide.torch.record import Handle, Node, Record
 from ebbtide.torch.sanitizer import Sanitizer
@@ -645,6 +645,14 @@ class Runtime:
         with self._lock:
             if self.stopwatch is not None:
                 self.stopwatch.end_backward()
+
+    def read_pace(self) -> Paced | None:
+        """Return what planned steps took; None before, and where nothing is measured.
+
+        Waits for the device.
+        """
+        with self._lock:
+            return None if self._pace is None else self._pace.read()
 
     # -- plans ---------------------------------------------------------------------------------
 

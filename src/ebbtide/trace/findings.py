@@ -17,6 +17,7 @@ import numpy as np
 
 from ebbtide.machine import Machine
 from ebbtide.plan import MOVED, Decision, Plan
+from ebbtide.planner.advice import EXPANDABLE, is_fragmented
 from ebbtide.timeline import HostMemory, Lane, Span, Timeline
 from ebbtide.trace.builder import DeviceTrace
 from ebbtide.trace.intervals import Intervals, merge
@@ -38,8 +39,6 @@ TINY_BYTES: Final = 256 << 10
 NUM_TINY: Final = 100
 PAGEABLE_FRACTION: Final = 0.05
 """Of all bytes: losses and inputs come from pageable memory in any program."""
-RESERVED_FRACTION: Final = 0.2
-"""Of what is in use, held by the allocator beyond it."""
 SYNC_SLACK_NS: Final = 100_000
 """A call that waits for one copy starts and ends with it, but for this."""
 NUM_SHOWN: Final = 3
@@ -399,7 +398,7 @@ def _allocator_retries(seen: _Seen) -> list[Finding]:
             Code.ALLOCATOR_RETRIES,
             f"after the first step memory was still asked of the driver and given back ({named}); "
             f"the calls took {_ms(blocked_ns)}",
-            "Set PYTORCH_ALLOC_CONF=expandable_segments:True, and keep some memory free: "
+            f"{EXPANDABLE}, and keep some memory free: "
             "torch.cuda.memory_stats()['num_alloc_retries'] should not grow. Pinned memory is best "
             "taken before training.",
             _idle_ns(seen, calls),
@@ -415,14 +414,13 @@ def _idle_ns(seen: _Seen, calls: list[Span]) -> int:
 
 def _fragmentation(seen: _Seen) -> list[Finding]:
     used, held = seen.timeline.peak_bytes, seen.device.reserved_bytes
-    if not used or held - used < RESERVED_FRACTION * used:
+    if not is_fragmented(used, held):
         return []
     return [
         seen.finding(
             Code.FRAGMENTATION,
             f"the allocator held {format_bytes(held)} for a peak of {format_bytes(used)} in use",
-            "Set PYTORCH_ALLOC_CONF=expandable_segments:True; the rest is lost to gaps between "
-            "tensors that came and went.",
+            f"{EXPANDABLE}; the rest is lost to gaps between tensors that came and went.",
         )
     ]
 
