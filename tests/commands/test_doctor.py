@@ -209,6 +209,14 @@ def test_flags_that_are_missing_are_notes_where_nobody_asked_for_jax() -> None:
     assert missing[0].advice.endswith("(openxla/xla#18139).")
 
 
+def test_a_release_that_is_known_to_be_wrong_is_serious(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.jax.environment_check.find_jaxlib_version", lambda: "0.11.0")
+    found = doctor_jax.find_in_flags(is_scanned=True)
+    (release,) = [finding for finding in found if finding.severity is Severity.SERIOUS]
+    assert release.what == "in JAX, jaxlib is unsafe"
+    assert release.evidence.startswith("jaxlib 0.11.0 gives wrong gradients without an error")
+
+
 @pytest.mark.slow
 def test_the_machine_that_this_runs_on(tmp_path: Path) -> None:
     folder, out = tmp_path / "disk", tmp_path / "machine.json"

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import ebbtide
 from ebbtide.cli import build_app
 from ebbtide.errors import ExitCode
 from tests.commands.test_trace import run
@@ -218,6 +220,26 @@ def test_dashes_reach_the_command_through_the_top_level(script: Path, out: Path)
     result = CliRunner().invoke(build_app(), arguments)
     assert result.exit_code == ExitCode.DONE
     assert num_kernels(out) == 3
+
+
+def test_a_request_to_end_reaches_the_command(tmp_path: Path, out: Path) -> None:
+    has_started = tmp_path / "pipe"
+    os.mkfifo(has_started)
+    program = "import sys, time\nopen(sys.argv[1], 'w').close()\ntime.sleep(3600)\n"
+    main = "from ebbtide.cli import main\nmain()"
+    command = ["-c", program, str(has_started)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", main, "trace", "--record", str(out), "--", sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": str(Path(ebbtide.__file__).parents[1])},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    has_started.open().close()  # waits for the command
+    process.terminate()
+    _, told = process.communicate()
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "nothing was recorded: Python ran, and nothing imported torch's optimizers" in told
+    assert list(out.parent.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -164,30 +164,39 @@ def _run(recording: Recording, folder: Path, *, is_quiet: bool) -> int:
         _VARIABLE: json.dumps(settings),
     }
     output = _STANDARD_ERROR if is_quiet else None
-    with (
-        subprocess.Popen(recording.command, env=environment, stdout=output) as process,
-        _passing_signals_to(process),
-    ):
-        while True:
-            # The terminal interrupts the command as well; how it ends is its own affair.
-            with contextlib.suppress(KeyboardInterrupt):
-                exit_code = process.wait()
-                break
+    passed_on = _PassedOn()
+    previous = signal.signal(signal.SIGTERM, passed_on)
+    try:
+        with subprocess.Popen(recording.command, env=environment, stdout=output) as process:
+            passed_on.start(process)
+            while True:
+                # The terminal interrupts the command as well; how it ends is its own affair.
+                with contextlib.suppress(KeyboardInterrupt):
+                    exit_code = process.wait()
+                    break
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
-@contextlib.contextmanager
-def _passing_signals_to(process: subprocess.Popen[bytes]) -> Generator[None]:
-    """Pass a request to end on to the command, so that it does not outlive this process."""
+class _PassedOn:
+    """Passes signals on to a command, so that it does not outlive this process."""
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
 
-    previous = signal.signal(signal.SIGTERM, pass_on)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._process is None:
+            self._early.append(number)
+        else:
+            self._process.send_signal(number)
+
+    def start(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on what came before the command was there, and all that comes."""
+        self._process = process
+        for number in self._early:
+            process.send_signal(number)
 
 
 def _file_name(out: Path) -> str:

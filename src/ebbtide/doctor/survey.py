@@ -18,7 +18,7 @@ from ebbtide.doctor.programs import Deadline, Run, command_of, run
 from ebbtide.doctor.system import read_gpus, read_host
 from ebbtide.version import __version__
 
-TOTAL_S: Final = 54.0
+TOTAL_S: Final = 50.0
 """Of all programs together; with what starts and prints, less than a minute."""
 
 GPUS_S: Final = 34.0
