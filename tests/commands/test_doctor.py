@@ -204,7 +204,7 @@ def test_misuse(arguments: list[str], message: str) -> None:
 
 def test_flags_that_are_missing_are_notes_where_nobody_asked_for_jax() -> None:
     findings = doctor_jax.find_in_flags(is_scanned=True)
-    missing = [finding for finding in findings if " is missing" in finding.what]
+    missing = [finding for finding in findings if "JAX, missing: " in finding.what]
     assert missing and {finding.severity for finding in missing} == {Severity.NOTE}
     assert missing[0].advice.endswith("(openxla/xla#18139).")
 
@@ -213,7 +213,7 @@ def test_a_release_that_is_known_to_be_wrong_is_serious(monkeypatch: pytest.Monk
     monkeypatch.setattr("ebbtide.jax.environment_check.find_jaxlib_version", lambda: "0.11.0")
     found = doctor_jax.find_in_flags(is_scanned=True)
     (release,) = [finding for finding in found if finding.severity is Severity.SERIOUS]
-    assert release.what == "in JAX, jaxlib is unsafe"
+    assert release.what == "JAX, unsafe: jaxlib"
     assert release.evidence.startswith("jaxlib 0.11.0 gives wrong gradients without an error")
 
 

@@ -109,6 +109,7 @@ def write_host(root: Path, *, huge_pages: str = "always [madvise] never") -> Non
         root / "proc/self/status", "Name: python\nCpus_allowed_list: 8-11,15\nMems_allowed_list: 1"
     )
     write(root / "proc/version", "Linux version 6.8.0")
+    write(root / "proc/loadavg", "1.25 0.80 0.50 2/345 6789")
     write(
         root / "proc/driver/nvidia/version",
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep 23 2025",

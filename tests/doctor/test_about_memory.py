@@ -77,6 +77,15 @@ def test_a_control_group_that_leaves_less_than_half_of_a_gpu_is_serious() -> Non
     assert "attach(disk='FOLDER:SIZE')" in found.advice
 
 
+def test_a_host_that_is_busy_is_a_note() -> None:
+    found = only(on(replace(HOST, load=16.0)))
+    assert (found.code, found.severity) == (Code.BUSY_HOST, Severity.NOTE)
+    assert found.evidence == (
+        "16.0 processes wanted one in the minute before, and this process may use 16"
+    )
+    assert find(on(replace(HOST, load=15.9))) == ()
+
+
 def test_no_huge_pages_and_wsl_are_notes() -> None:
     found = find(on(replace(HOST, huge_pages="never", is_wsl=True)))
     assert [(f.code, f.severity) for f in found] == [

@@ -74,6 +74,11 @@ def test_a_disk_that_was_not_measured_is_none() -> None:
     assert made(make_machine(replace(GOOD, disks=(broken,)))).disk_bytes == 0
 
 
+def test_a_folder_in_memory_is_no_disk() -> None:
+    folder = replace(DISK, path="/dev/shm", file_system="tmpfs")
+    assert make_machine(replace(GOOD, disks=(folder,))) == make_machine(GOOD)
+
+
 def test_the_cpu_alone_has_its_free_memory_and_no_host_tier() -> None:
     machine = made(make_machine(replace(GOOD, gpus=(), pci_gpus=(), disks=(DISK,))))
     assert (machine.name, machine.device_bytes, machine.host_bytes) == ("cpu", 900 * GIB, 0)

@@ -49,6 +49,7 @@ def test_a_system_that_shows_nothing_has_nothing(tmp_path: Path) -> None:
     assert read_link(ADDRESS, tmp_path) == PciLink()
     host = read_host(tmp_path)
     assert (host.total_bytes, host.available_bytes, host.limit) == (None, None, None)
+    assert host.load is None
     assert (host.huge_pages, dict(host.node_cpus), host.cpus, host.nodes) == ("", {}, None, None)
 
 
@@ -61,7 +62,7 @@ def test_a_host_is_read_with_what_the_process_may_use(tmp_path: Path) -> None:
     assert host.node_cpus == {0: frozenset(range(8)), 1: frozenset(range(8, 16))}
     assert host.cpus == {8, 9, 10, 11, 15}
     assert host.nodes == {1}
-    assert (host.driver, host.is_wsl) == ("580.95.05", False)
+    assert (host.driver, host.is_wsl, host.load) == ("580.95.05", False, 1.25)
     write(tmp_path / "proc/version", "Linux version 5.15.153.1-microsoft-standard-WSL2")
     assert read_host(tmp_path).is_wsl
 

@@ -32,7 +32,7 @@ def find_in_flags(*, is_scanned: bool) -> tuple[Finding, ...]:
                 if finding.is_serious and finding.concern is not Concern.MISSING
                 else Severity.NOTE
             ),
-            what=f"in JAX, {finding.name} is {finding.concern.value}",
+            what=f"JAX, {finding.concern.value}: {finding.name}",
             evidence=finding.message,
             advice=f"{finding.change}{f' ({finding.source})' if finding.source else ''}.",
         )

@@ -90,6 +90,7 @@ def _describe_host(host: Host) -> dict[str, object]:
         "node_cpus": {str(node): sorted(cpus) for node, cpus in host.node_cpus.items()},
         "cpus": None if host.cpus is None else sorted(host.cpus),
         "nodes": None if host.nodes is None else sorted(host.nodes),
+        "load": host.load,
         "is_wsl": host.is_wsl,
         "driver": host.driver,
     }

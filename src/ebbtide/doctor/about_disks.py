@@ -46,7 +46,8 @@ def find_about_disk(disk: Disk) -> Iterator[Finding]:
                 "free. Name a folder on ext4 or XFS, say."
             ),
         )
-    yield from _slow(disk)
+    if disk.file_system not in MEMORY_TYPES:
+        yield from _slow(disk)
 
 
 def _full(disk: Disk, cap_bytes: int, free_bytes: int) -> Iterator[Finding]:

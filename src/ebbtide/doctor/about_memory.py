@@ -1,4 +1,4 @@
-"""Findings about host memory: how much may be pinned, and in which pages."""
+"""Findings about the host: how much memory may be pinned, in which pages, and who else runs."""
 
 from collections.abc import Iterator
 from fractions import Fraction
@@ -14,7 +14,7 @@ not measured."""
 
 
 def find_about_memory(facts: Facts) -> Iterator[Finding]:
-    """Yield what limits pinned memory, and what makes pinning slow."""
+    """Yield what limits pinned memory, what makes pinning slow, and what spoils measurements."""
     host = facts.host
     yield from _refused(facts)
     yield from _memlock(facts)
@@ -31,6 +31,7 @@ def find_about_memory(facts: Facts) -> Iterator[Finding]:
                 "1.7 without."
             ),
         )
+    yield from _busy(host)
     if host.is_wsl:
         yield Finding(
             code=Code.WSL,
@@ -110,6 +111,21 @@ def _room(facts: Facts) -> Iterator[Finding]:
             evidence=f"{limit.text}; {_available(facts.host)}",
             advice=f"{limit.advice} if plans need more than {format_bytes(limit.room_bytes)}.",
         )
+
+
+def _busy(host: Host) -> Iterator[Finding]:
+    if host.load is None or host.cpus is None or host.load < len(host.cpus):
+        return
+    yield Finding(
+        code=Code.BUSY_HOST,
+        severity=Severity.NOTE,
+        what="other programs keep the processors busy, and what was measured may be too low",
+        evidence=(
+            f"{host.load:.1f} processes wanted one in the minute before, and this process may use "
+            f"{len(host.cpus)}"
+        ),
+        advice="Measure again while nothing else runs.",
+    )
 
 
 def _available(host: Host) -> str:

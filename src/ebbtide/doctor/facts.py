@@ -98,6 +98,8 @@ class Host:
     """Processors that this process may run on."""
     nodes: frozenset[int] | None = None
     """NUMA nodes that this process may have memory from."""
+    load: float | None = None
+    """Processes that wanted a processor, on average over the last minute before the survey."""
     is_wsl: bool = False
     """Windows Subsystem for Linux, which lets programs pin only a part of its memory."""
     driver: str = ""

@@ -30,6 +30,7 @@ class Code(enum.Enum):
     GROUP_LIMIT = "group-limit"
     NO_HUGE_PAGES = "no-huge-pages"
     WSL = "wsl"
+    BUSY_HOST = "busy-host"
     MEMORY_FOLDER = "memory-folder"
     NETWORK_FOLDER = "network-folder"
     CACHED_FOLDER = "cached-folder"

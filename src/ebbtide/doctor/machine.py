@@ -7,6 +7,7 @@ from typing import Final
 
 from ebbtide.doctor.facts import Disk, Facts, Gpu, Rates
 from ebbtide.machine import ASSUMED_SLOWDOWN_PPM, Machine
+from ebbtide.memory.mounts import MEMORY_TYPES
 from ebbtide.units import format_bytes
 
 DISK_SHARE: Final = Fraction(7, 8)
@@ -26,9 +27,13 @@ def make_machine(facts: Facts) -> Machine | Refusal:
 
     Of several GPUs each figure is that of the slowest, and of the smallest, while all of them
     copy (design rule 12). Without a GPU it is what `attach` uses on the CPU: free memory as the
-    device, no host tier, and the disks.
+    device, no host tier, and the disks. A folder in memory is no disk.
     """
-    disks = [disk for disk in facts.disks if disk.write_bytes_per_s and disk.read_bytes_per_s]
+    disks = [
+        disk
+        for disk in facts.disks
+        if disk.write_bytes_per_s and disk.read_bytes_per_s and disk.file_system not in MEMORY_TYPES
+    ]
     if facts.gpus:
         return _of_gpus(facts, disks)
     if facts.pci_gpus:

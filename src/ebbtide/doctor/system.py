@@ -87,6 +87,7 @@ def read_host(root: Path = Path("/")) -> Host:
         node_cpus=_node_cpus(root),
         cpus=None if cpus is None else parse_list(cpus),
         nodes=None if nodes is None else parse_list(nodes),
+        load=_load(_read(root / "proc/loadavg")),
         is_wsl="microsoft" in _read(root / "proc/version").lower(),
         driver=driver[0] if driver else "",
     )
@@ -135,6 +136,12 @@ def _chosen(text: str) -> str:
 def _kib(text: str | None) -> int | None:
     number = (text or "").partition(" ")[0]
     return int(number) * 1024 if number.isdecimal() else None
+
+
+def _load(text: str) -> float | None:
+    """Return the first number of three."""
+    match = re.match(r"\d+\.\d+", text)
+    return float(match[0]) if match else None
 
 
 def _folders(path: Path) -> list[Path]:
