@@ -64,8 +64,11 @@ class Recorder:
         self._handle = module.register_optimizer_step_post_hook(self._end_step)
 
     def note(self, name: str) -> None:
-        """Make an empty file."""
-        with open(os.path.join(self._folder, name), "w", encoding="utf-8"):
+        """Make an empty file, if the folder is still there: a process may outlive it."""
+        with (
+            contextlib.suppress(OSError),
+            open(os.path.join(self._folder, name), "w", encoding="utf-8"),
+        ):
             pass
 
     def _end_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
