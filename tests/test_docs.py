@@ -8,8 +8,10 @@ import pytest
 
 from ebbtide.block import Activation, BackwardEvent, Block, OpKind
 from ebbtide.cli import main
+from ebbtide.compare.jax.names import FLAG_SETS, POLICIES
+from ebbtide.compare.jax.shapes import SHAPES, SMOLLM2
 from ebbtide.compare.names import DEFAULT_STRATEGIES, EBBTIDE_PREFIX, PEERS
-from ebbtide.compare.results import Facts, Row, Status, describe_row
+from ebbtide.compare.results import Facts, JaxFigures, Row, Status, describe_row
 from ebbtide.machine import MACHINE_FORMAT, MACHINE_VERSION, Machine
 from ebbtide.plan import PLAN_FORMAT, PLAN_VERSION, Decision, Plan
 from ebbtide.planner import NAMED_PLANS, named_plan
@@ -102,8 +104,15 @@ def test_every_strategy_is_documented() -> None:
     assert set(undocumented) <= strategies
 
 
+def test_every_strategy_and_model_in_jax_is_documented() -> None:
+    section = read(COMPARE).partition("\n## In JAX\n")[2]
+    words = set(re.findall(r"`([^`]+)`", section))
+    assert {*POLICIES, *(f"@{name}" for name in FLAG_SETS), *SHAPES, SMOLLM2} <= words
+
+
 def test_every_json_key_is_documented() -> None:
-    row_keys = set(describe_row(Row(strategy="keep", status=Status.OK)))
+    in_jax = JaxFigures(micro_batch=1, global_batch=1, model_flops=1)
+    row_keys = set(describe_row(Row(strategy="keep", status=Status.OK, jax=in_jax)))
     fact_keys = {re.sub("_bytes$", "_gib", field.name) for field in fields(Facts)}
     assert {*row_keys, *fact_keys, "step_ms_ranges", "rows"} <= table_keys(COMPARE)
 

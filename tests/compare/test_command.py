@@ -9,8 +9,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from ebbtide.compare.command import has_failed, register
-from ebbtide.compare.results import Comparison, Row, Status
+from ebbtide.compare.command import has_failed, has_failed_in_jax, register
+from ebbtide.compare.results import Comparison, JaxFigures, Row, Status
 from tests.compare.test_results import BALANCED, FACTS, KEEP, ROW_KEYS, TRL
 
 OFFLOAD = "ebbtide:offload-inputs"
@@ -224,6 +224,54 @@ def test_misuse_exits_2_with_one_sentence(
     assert finished.exit_code == 2
     assert finished.stdout == ""
     assert f"ebbtide compare: {message}" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--disk", "/scratch:1GiB"), "--disk has no meaning with --framework jax"),
+        (("--compile",), "--compile has no meaning with --framework jax"),
+        (("--chunked-loss",), "--chunked-loss has no meaning with --framework jax"),
+        (("--passes", "2"), "--passes has no meaning with --framework jax"),
+        (("--dtype", "float16"), "--dtype float16: unknown type"),
+        (("--strategies", "keep"), "unknown strategy of jax 'keep'; valid names, nearest first"),
+        (("--model", "llama-9b-shape"), "unknown model 'llama-9b-shape'; valid names"),
+        (("--device", "tpu"), "--device tpu: unknown device; give cpu, cuda or cuda:N"),
+        (("--layers", "3"), "--layers 3: the first 3 layers of deepseek-tiny-shape are dense"),
+    ],
+)
+def test_misuse_in_jax_exits_2_with_one_sentence(arguments: tuple[str, ...], message: str) -> None:
+    finished = run("--framework", "jax", "--model", "deepseek-tiny-shape", *arguments)
+    assert finished.exit_code == 2
+    assert finished.stdout == ""
+    assert f"ebbtide compare: {message}" in finished.stderr
+
+
+def test_what_only_jax_has_and_other_frameworks_are_refused(tiny: list[str]) -> None:
+    dtype = run(*tiny, "--dtype", "float32")
+    assert "--dtype float32 has no meaning with --framework torch" in dtype.stderr
+    other = run(*tiny, "--framework", "tensorflow")
+    assert "--framework tensorflow: unknown; give torch or jax" in other.stderr
+    assert (dtype.exit_code, other.exit_code) == (2, 2)
+
+
+def test_a_run_in_jax_fails_for_our_errors_and_for_gradients_that_are_far_off() -> None:
+    def fails(*rows: Row) -> bool:
+        return has_failed_in_jax(Comparison(facts=FACTS, rows=rows))
+
+    def planned(relative: float | None) -> Row:
+        figures = JaxFigures(
+            micro_batch=1, global_batch=1, model_flops=1, grad_relative_difference=relative
+        )
+        return Row(strategy="ebbtide", status=Status.OK, grad_equal=False, jax=figures)
+
+    plain = Row(strategy="no-remat", status=Status.OK)
+    assert not fails(plain, Row(strategy="offload", status=Status.ERROR))
+    assert not fails(plain, planned(0.015))
+    assert fails(plain, planned(0.5))
+    assert fails(plain, planned(None))
+    assert fails(plain, Row(strategy="ebbtide@lhs", status=Status.ERROR))
+    assert fails(Row(strategy="no-remat", status=Status.OOM))
 
 
 def test_only_our_own_failures_or_nothing_at_all_fail_the_run() -> None:

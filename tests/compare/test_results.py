@@ -4,6 +4,7 @@ from dataclasses import replace
 from ebbtide.compare.results import (
     Comparison,
     Facts,
+    JaxFigures,
     Row,
     Status,
     describe_comparison,
@@ -94,6 +95,26 @@ def test_a_row_that_did_not_run_has_nothing_instead_of_zero() -> None:
     published = describe_row(TRL)
     assert published["status"] == "not installed"
     assert [key for key in ROW_KEYS if published[key] is not None] == ["strategy", "status", "note"]
+
+
+def test_a_row_in_jax_has_more_keys() -> None:
+    figures = JaxFigures(
+        micro_batch=2,
+        global_batch=8,
+        model_flops=3 * 10**9,
+        compile_ns=5 * 10**8,
+        xla_flags="--a=b",
+        grad_relative_difference=0.25,
+    )
+    row = replace(KEEP, jax=figures)
+    assert read_row(json.loads(json.dumps(write_row(row)))) == row
+    published = describe_row(row)
+    assert [key for key in published if key not in ROW_KEYS] == [
+        *("micro_batch", "global_batch", "tflops_per_device", "compile_s", "xla_flags"),
+        "grad_relative_difference",
+    ]
+    assert published["tflops_per_device"] == 1.5  # 3 x 10^9 in 2 ms
+    assert (published["compile_s"], published["global_batch"]) == (0.5, 8)
 
 
 def test_the_published_object_has_facts_rows_and_the_spread_of_times() -> None:

@@ -8,6 +8,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ebbtide.compare.jax.names import DEFAULT_STRATEGIES as IN_JAX
+from ebbtide.compare.jax.names import is_ours as is_ours_in_jax
+from ebbtide.compare.jax.names import parse_strategies as parse_in_jax
+from ebbtide.compare.jax.request import JaxRequest, check_jax_request, refuse_options_of_torch
 from ebbtide.compare.names import DEFAULT_STRATEGIES, is_ours, parse_strategies
 from ebbtide.compare.options import (
     BatchOption,
@@ -23,7 +27,13 @@ from ebbtide.compare.options import (
 )
 from ebbtide.compare.request import CompareRequest, check_request
 from ebbtide.compare.results import Comparison, Status
-from ebbtide.errors import ExitCode
+from ebbtide.errors import ExitCode, MissingExtraError
+
+FRAMEWORKS = ("torch", "jax")
+
+MOST_DIFFERENCE = 0.0625
+"""Of a gradient's largest element. Correct programs differed by 0.015 on an H200 (bfloat16, cuDNN
+attention), a stack that is read in the wrong order differs by about 1."""
 
 
 def register(app: typer.Typer) -> None:
@@ -39,13 +49,17 @@ def compare(
     steps: Annotated[
         int | None,
         typer.Option(
-            help="Counted steps, after 2 warm-up steps, or 4 with a budget (5 with --compile). "
-            "Default: 5 on a GPU, 1 on a CPU."
+            help="Counted steps, after 2 warm-up steps, or 4 with a budget (5 with --compile); jax "
+            "has 1. Default: 5 on a GPU, 1 on a CPU."
         ),
     ] = None,
     strategies: Annotated[
-        str, typer.Option(help="Names with commas between; one row each.")
-    ] = ",".join(DEFAULT_STRATEGIES),
+        str | None,
+        typer.Option(
+            help="Names with commas between; one row each. Default: "
+            f"{','.join(DEFAULT_STRATEGIES)}; with --framework jax {','.join(IN_JAX)}."
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -84,6 +98,16 @@ def compare(
         ),
     ] = None,
     seed: SeedOption = 0,
+    framework: Annotated[
+        str, typer.Option(help="torch or jax; each has models and strategies of its own.")
+    ] = "torch",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="With --framework jax: bfloat16 or float32. Default: bfloat16 on a GPU, float32 "
+            "on a CPU."
+        ),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Train one model under every strategy and put time, memory, loss and gradients in one table.
@@ -95,13 +119,48 @@ def compare(
     try:
         if out is not None and out.exists() and not out.is_dir():
             raise ValueError(f"--out {out}: it is a file; give a folder")
+        if framework not in FRAMEWORKS:
+            raise ValueError(f"--framework {framework}: unknown; give {' or '.join(FRAMEWORKS)}")
+        if framework == "jax":
+            refuse_options_of_torch(
+                {
+                    "--disk": disk is not None,
+                    "--compile": compile,
+                    "--chunked-loss": chunked_loss,
+                    "--passes": passes != 0,
+                }
+            )
+            in_jax = JaxRequest(
+                model=model,
+                layers=layers,
+                context=context,
+                batch=batch,
+                steps=steps,
+                strategies=parse_in_jax(strategies or ",".join(IN_JAX), has_budget=bool(budget)),
+                budget=budget,
+                host=host,
+                dtype=dtype,
+                text=text,
+                device=device,
+                seed=seed,
+            )
+            check_jax_request(in_jax)
+            _run_in_jax(in_jax, out=out, is_json=json)
+            return
+        if dtype is not None:
+            raise ValueError(
+                f"--dtype {dtype} has no meaning with --framework torch: bfloat16 on a GPU, "
+                "float32 on a CPU; leave it out"
+            )
         request = CompareRequest(
             model=model,
             layers=layers,
             context=context,
             batch=batch,
             steps=steps,
-            strategies=parse_strategies(strategies, has_budget=budget is not None),
+            strategies=parse_strategies(
+                strategies or ",".join(DEFAULT_STRATEGIES), has_budget=budget is not None
+            ),
             host=host,
             disk=disk,
             text=text,
@@ -130,6 +189,24 @@ def has_failed(comparison: Comparison) -> bool:
     )
 
 
+def has_failed_in_jax(comparison: Comparison) -> bool:
+    """Whether a run in JAX failed: no row finished, or ebbtide's own is in error or far off.
+
+    XLA fuses, and so rounds, each row in its own way on a GPU, where attention's backward also
+    varies from run to run: gradients within `MOST_DIFFERENCE` are not taken for wrong.
+    """
+    ours = [row for row in comparison.rows if is_ours_in_jax(row.strategy)]
+    return all(row.status is not Status.OK for row in comparison.rows) or any(
+        row.status is Status.ERROR
+        or (row.grad_equal is False and not _is_near(row.jax and row.jax.grad_relative_difference))
+        for row in ours
+    )
+
+
+def _is_near(relative_difference: float | None) -> bool:
+    return relative_difference is not None and relative_difference <= MOST_DIFFERENCE
+
+
 def _run(request: CompareRequest, *, out: Path | None, is_json: bool) -> None:
     # Imported here: torch and transformers take seconds, and --help or a typing error none.
     from rich.console import Console
@@ -137,7 +214,6 @@ def _run(request: CompareRequest, *, out: Path | None, is_json: bool) -> None:
     from ebbtide.compare.harness import run_comparison
     from ebbtide.compare.prepare import choose_work_folder, prepare_setup
     from ebbtide.compare.progress import ConsoleObserver
-    from ebbtide.compare.table import print_table, write_files, write_json
     from ebbtide.compare.workloads import find_cache_folder
 
     messages = Console(stderr=True)
@@ -158,14 +234,49 @@ def _run(request: CompareRequest, *, out: Path | None, is_json: bool) -> None:
             )
         with ConsoleObserver(messages, len(request.strategies)) as observer:
             comparison = run_comparison(setup, observer)
+    _show(comparison, out=out, is_json=is_json)
+    if has_failed(comparison):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _run_in_jax(request: JaxRequest, *, out: Path | None, is_json: bool) -> None:
+    from rich.console import Console
+
+    try:
+        from ebbtide.compare.jax.harness import run_jax_comparison
+        from ebbtide.compare.jax.prepare import prepare_jax_setup
+    except ModuleNotFoundError as error:
+        raise MissingExtraError.for_extra(
+            "jax,jax-demo", needed_by=f"ebbtide compare --framework jax ({error.name})"
+        ) from error
+    from ebbtide.compare.progress import ConsoleObserver
+
+    messages = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="ebbtide-compare-") as folder:
+        messages.print("preparing the model and the text", highlight=False)
+        try:
+            setup = prepare_jax_setup(request, Path(folder))
+        except ValueError as error:
+            _refuse(error)
+        with ConsoleObserver(messages, len(request.strategies)) as observer:
+            comparison = run_jax_comparison(setup, observer)
+    _show(comparison, out=out, is_json=is_json)
+    if has_failed_in_jax(comparison):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _show(comparison: Comparison, *, out: Path | None, is_json: bool) -> None:
+    from rich.console import Console
+
+    from ebbtide.compare.table import print_table, write_files, write_json
+
     if is_json:
         print(write_json(comparison))
     else:
         print_table(comparison, Console())
+    messages = Console(stderr=True)
     for path in write_files(comparison, out) if out is not None else ():
         messages.print(f"wrote {path}", highlight=False, soft_wrap=True)
-    if has_failed(comparison):
-        raise typer.Exit(ExitCode.FAILED)
 
 
 def _refuse(error: ValueError) -> NoReturn:

@@ -9,15 +9,17 @@ ModelOption = Annotated[
     str,
     typer.Option(
         help="smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, qwen3-14b-shape, "
-        "moe-shape, or a folder or hub name that transformers can read."
+        "moe-shape, or a folder or hub name that transformers can read. With --framework jax: "
+        "smollm2-135m, llama-8b-shape, deepseek-moe-shape, llama-tiny-shape, deepseek-tiny-shape, "
+        "or a Llama's folder."
     ),
 ]
 LayersOption = Annotated[
-    int | None, typer.Option(help="Blocks of one of the three shapes. Default: 8.")
+    int | None, typer.Option(help="Blocks of one of the shapes. Default: 8, of the tiny ones less.")
 ]
 ContextOption = Annotated[
     int | None,
-    typer.Option(help="Tokens in a sequence. Default: 8192 on a GPU, 512 on a CPU."),
+    typer.Option(help="Tokens in a sequence. Default: 8192 on a GPU, 512 on a CPU (jax: 128)."),
 ]
 BatchOption = Annotated[int, typer.Option(help="Sequences in a step.")]
 TextOption = Annotated[

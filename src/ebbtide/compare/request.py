@@ -73,16 +73,16 @@ def check_request(request: CompareRequest) -> None:
     Raises:
         ValueError: An argument is malformed or out of range; the message says which.
     """
-    _check_at_least("--layers", request.layers, 1)
-    _check_at_least("--context", request.context, 2)
-    _check_at_least("--batch", request.batch, 1)
-    _check_at_least("--steps", request.steps, 1)
-    _check_at_least("--passes", request.passes, 0)
-    _check_at_least("--seed", request.seed, 0)
+    check_at_least("--layers", request.layers, 1)
+    check_at_least("--context", request.context, 2)
+    check_at_least("--batch", request.batch, 1)
+    check_at_least("--steps", request.steps, 1)
+    check_at_least("--passes", request.passes, 0)
+    check_at_least("--seed", request.seed, 0)
     if request.budget is not None:
-        _check_budget(request.budget)
+        check_budget(request.budget)
     if request.host is not None:
-        _check_size("--host", request.host)
+        check_size("--host", request.host)
     if request.disk is not None:
         _check_disk(request.disk)
     if request.text is not None and not request.text.is_file():
@@ -105,19 +105,22 @@ def write_command(request: CompareRequest, *, context: int, steps: int, device: 
     return shlex.join([*arguments, "--device", device, "--seed", str(request.seed)])
 
 
-def _check_at_least(option: str, given: int | None, least: int) -> None:
+def check_at_least(option: str, given: int | None, least: int) -> None:
+    """Raise `ValueError` if a number was given and is less than `least`."""
     if given is not None and given < least:
         raise ValueError(f"{option} {given}: it must be {least} or more; give a larger number")
 
 
-def _check_budget(given: str) -> None:
+def check_budget(given: str) -> None:
+    """Raise `ValueError` if `--budget` cannot be read."""
     try:
         parse_budget(given, MAX_DEVICE_BYTES)
     except ValueError as error:
         raise ValueError(f"--budget {given}: {error}") from error
 
 
-def _check_size(option: str, given: str) -> None:
+def check_size(option: str, given: str) -> None:
+    """Raise `ValueError` if an option's size cannot be read."""
     try:
         parse_bytes(given)
     except ValueError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 BYTES_PER_GIB = 1 << 30
 NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
 
 
 class Status(StrEnum):
@@ -19,6 +20,24 @@ class Status(StrEnum):
     ERROR = "error"
     NOT_INSTALLED = "not installed"
     NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JaxFigures:
+    """What only a row of a run in JAX has. `None` means that there is nothing to report."""
+
+    micro_batch: int
+    """Sequences in one forward and backward pass on one device."""
+    global_batch: int
+    """Sequences between two steps of the optimizer, on all devices."""
+    model_flops: int
+    """Arithmetic of one step on one device; what is recomputed is not counted."""
+    compile_ns: int | None = None
+    """Lowering and compiling the step."""
+    xla_flags: str = ""
+    """The row's own flags, after those of the environment."""
+    grad_relative_difference: float | None = None
+    """Largest difference of an element, over the largest element of the reference's leaf."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +78,8 @@ class Row:
     """Least time of forward and backward under any plan; only of a plan for a budget."""
     note: str = ""
     """What a reader must know about this row."""
+    jax: JaxFigures | None = None
+    """What only runs in JAX have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +141,8 @@ class Facts:
     """Why the times cannot be relied on; empty if nothing is known against them."""
     disk: str
     """Where ebbtide's plans put what they evict to disk; empty if they had no disk."""
+    framework: str = "torch"
+    """`torch` or `jax`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +159,7 @@ def read_row(record: dict[str, Any]) -> Row:
     known["status"] = Status(known["status"])
     known["step_ns"] = tuple(known["step_ns"])
     known["forward_ns"] = tuple(known["forward_ns"])
+    known["jax"] = JaxFigures(**known["jax"]) if known["jax"] else None
     return Row(**known)
 
 
@@ -159,9 +183,15 @@ def to_ms(time_ns: int | None) -> float | None:
     return None if time_ns is None else round(time_ns / NS_PER_MS, 3)
 
 
+def take_tflops(row: Row) -> float | None:
+    """Return the arithmetic of the model a second and device, in 10^12; `None` without a time."""
+    step_ns = take_median(row.step_ns)
+    return None if row.jax is None or not step_ns else row.jax.model_flops / step_ns / 1e3
+
+
 def describe_row(row: Row) -> dict[str, Any]:
-    """Return one entry of the published `rows`."""
-    return {
+    """Return one entry of the published `rows`; those of a run in JAX have more keys."""
+    common = {
         "strategy": row.strategy,
         "status": row.status.value,
         "step_ms": to_ms(take_median(row.step_ns)),
@@ -179,6 +209,17 @@ def describe_row(row: Row) -> dict[str, Any]:
         "grad_largest_difference": row.grad_largest_difference,
         "bound_ms": to_ms(row.bound_ns),
         "note": row.note,
+    }
+    if row.jax is None:
+        return common
+    return {
+        **common,
+        "micro_batch": row.jax.micro_batch,
+        "global_batch": row.jax.global_batch,
+        "tflops_per_device": take_tflops(row),
+        "compile_s": None if row.jax.compile_ns is None else row.jax.compile_ns / NS_PER_S,
+        "xla_flags": row.jax.xla_flags,
+        "grad_relative_difference": row.jax.grad_relative_difference,
     }
 
 

@@ -11,13 +11,16 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from ebbtide.compare.jax.meanings import list_flag_notes, list_jax_meanings
 from ebbtide.compare.plot import draw_memory_against_time
 from ebbtide.compare.results import (
+    NS_PER_S,
     Comparison,
     Facts,
     Row,
     describe_comparison,
     take_median,
+    take_tflops,
     to_gib,
     to_ms,
 )
@@ -42,14 +45,18 @@ def list_columns(comparison: Comparison) -> tuple[Column, ...]:
     writers: tuple[tuple[str, Callable[[Row], str]], ...] = (
         ("strategy", lambda row: row.strategy),
         ("status", lambda row: row.status.value),
+        ("micro-batch", lambda row: NOTHING if row.jax is None else str(row.jax.micro_batch)),
+        ("global batch", lambda row: NOTHING if row.jax is None else str(row.jax.global_batch)),
         ("step ms", lambda row: _write_number(to_ms(take_median(row.step_ns)), ".1f")),
         ("forward ms", lambda row: _write_number(to_ms(take_median(row.forward_ns)), ".1f")),
+        ("TFLOP/s", lambda row: _write_number(take_tflops(row), ".4g")),
         ("peak GiB", lambda row: _write_number(to_gib(row.peak_bytes), ".2f")),
         ("reserved GiB", lambda row: _write_number(to_gib(row.reserved_bytes), ".2f")),
         ("out GiB", lambda row: _write_number(to_gib(row.moved_out_bytes), ".2f")),
         ("in GiB", lambda row: _write_number(to_gib(row.moved_in_bytes), ".2f")),
         ("host GiB", lambda row: _write_number(to_gib(row.host_bytes), ".2f")),
         ("disk GiB", lambda row: _write_number(to_gib(row.disk_bytes), ".2f")),
+        ("compile s", lambda row: _write_number(_read_compile_s(row), ".1f")),
         ("loss", lambda row: _write_number(row.loss, ".4f")),
         ("perplexity before", lambda row: _write_number(row.perplexity_before, ".2f")),
         ("after", lambda row: _write_number(row.perplexity_after, ".2f")),
@@ -129,6 +136,8 @@ def write_page(comparison: Comparison) -> str:
 def list_meanings(comparison: Comparison) -> tuple[str, ...]:
     """Return one sentence for each thing in the table that a name cannot say."""
     facts = comparison.facts
+    if facts.framework == "jax":
+        return list_jax_meanings(comparison)
     steps = "1 step" if facts.steps == 1 else f"median of {facts.steps} steps"
     num_before = facts.warm_up_steps
     warm_up = f"{num_before} warm-up step{'' if num_before == 1 else 's'}"
@@ -183,7 +192,7 @@ def list_notes(comparison: Comparison) -> tuple[str, ...]:
     ]
     if spreads:
         notes.append(f"range of step ms: {', '.join(spreads)}")
-    return tuple(notes)
+    return (*notes, *list_flag_notes(comparison))
 
 
 def _write_title(facts: Facts) -> str:
@@ -235,7 +244,16 @@ def _write_gradients(row: Row, references: tuple[str | None, ...]) -> str:
         return NOTHING
     if row.grad_equal:
         return "equal"
-    return f"differ: {_write_number(row.grad_largest_difference, '.1e')}"
+    difference = f"differ: {_write_number(row.grad_largest_difference, '.1e')}"
+    if row.jax is None:
+        return difference
+    return f"{difference}, {_write_number(row.jax.grad_relative_difference, '.1e')} of the largest"
+
+
+def _read_compile_s(row: Row) -> float | None:
+    if row.jax is None or row.jax.compile_ns is None:
+        return None
+    return row.jax.compile_ns / NS_PER_S
 
 
 def _write_cells(cells: Iterable[str]) -> str:

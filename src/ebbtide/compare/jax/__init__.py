@@ -1,0 +1,1 @@
+"""The side-by-side run of `ebbtide compare --framework jax`."""
