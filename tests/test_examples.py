@@ -91,3 +91,41 @@ def test_examples_for_other_stacks_have_the_losses_of_plain_training(
     assert losses(printed) == losses(plain)
     assert re.search(r"moved out [1-9]\S* MiB, in [1-9]\S* MiB", printed)
     assert "ebbtide keeps everything: no hook is installed" in plain
+
+
+def run_ranks(name: str, **environment: str) -> str:
+    """Run an example in two ranks on the CPU; return what they printed."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    finished = subprocess.run(
+        [sys.executable, *launch, str(ROOT / "examples" / name)],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp2.py"])
+def test_examples_for_two_ranks_have_the_losses_of_plain_training(name: str) -> None:
+    printed = run_ranks(name)
+    plain = run_ranks(name, EBBTIDE_DISABLE="1")
+    assert len(losses(printed)) == 6
+    assert losses(printed) == losses(plain)
+    if name == "train_ddp.py":
+        # The disk at hand decides whether the plan moves or recomputes.
+        assert re.search(r"plan lp: .*(disk|recompute)", printed)
+        assert "of a budget of 5.0 MiB" in printed
+    else:
+        assert re.search(r"moved out [1-9]\S* MiB, in [1-9]\S* MiB", printed)
+    assert "ebbtide keeps everything: no hook is installed" in plain
