@@ -9,6 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from ebbtide.memory.disk import DiskStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import named_plan
@@ -155,8 +156,10 @@ class FakeTide:
         schedule: When copies run.
         seed: For the schedule `random`.
         num_host_bytes: Size of the host tier.
-        is_growing: Start with as much of the host tier as the plan says, and grow to all of it.
+        is_growing: Start with as much of the tiers as the plan says, and grow to all of them.
         sanitizer: Looks at everything that comes back.
+        disk: Gives the disk tier its size and its places; the bytes are in the fake device's
+            memory. It is closed with this.
     """
 
     def __init__(
@@ -169,8 +172,13 @@ class FakeTide:
         num_host_bytes: int = NUM_HOST_BYTES,
         is_growing: bool = False,
         sanitizer: Sanitizer | None = None,
+        disk: DiskStore | None = None,
     ) -> None:
-        self.device = FakeDevice(num_host_bytes, schedule=schedule, seed=seed)
+        num_disk_bytes = 0 if disk is None else disk.statistics().cap_bytes
+        self.device = FakeDevice(
+            num_host_bytes, schedule=schedule, seed=seed, num_disk_bytes=num_disk_bytes
+        )
+        self._disk = disk
         self.ledger = Ledger()
         self._make_plan = make_plan
         self._is_growing = is_growing
@@ -198,9 +206,19 @@ class FakeTide:
         assert self.traffic.tiers.held_bytes(Decision.HOST) == held_bytes
         return held_bytes
 
+    @property
+    def held_disk_bytes(self) -> int:
+        """Bytes of the disk tier that graphs hold, by the ledger and by the store alike."""
+        self.traffic.bury()
+        held_bytes = self.ledger.snapshot().disk.held_bytes
+        # A closed store forgets nobody who still holds a part of it.
+        if self._disk is not None and not self._disk.is_closed:
+            assert self._disk.statistics().held_bytes == held_bytes
+        return held_bytes
+
     def assert_nothing_is_left(self) -> None:
         """Check that no graph holds anything any more and that no rule was broken."""
-        assert self.held_host_bytes == 0
+        assert self.held_host_bytes == self.held_disk_bytes == 0
         assert self.device.violations == []
         assert self.traffic.is_idle
         assert self.traffic.bytes_in_flight == (0, 0)
@@ -217,6 +235,8 @@ class FakeTide:
         self.runtime.close()
         if self.runtime.traffic is not None:
             self.runtime.traffic.close()
+        if self._disk is not None:
+            self._disk.close()
 
     def __enter__(self) -> Self:
         return self
@@ -227,8 +247,12 @@ class FakeTide:
     def _prepare(self, workload: Workload) -> tuple[Plan, Traffic]:
         plan = self._make_plan(workload)
         all_bytes = self.device.host.numel()
-        tiers = Tiers(host=None, disk=None, make_host=self._host, host_cap_bytes=all_bytes)
+        disk = self._disk
+        tiers = Tiers(host=None, disk=disk, make_host=self._host, host_cap_bytes=all_bytes)
         tiers.reserve_host(plan.host_bytes if self._is_growing else all_bytes)
+        if disk is not None:
+            cap_bytes = self.device.disk.numel()
+            disk.reserve(min(plan.disk_bytes, cap_bytes) if self._is_growing else cap_bytes)
         sanitizer, device = self._sanitizer, self.device
         traffic = Traffic(
             device if sanitizer is None else sanitizer.guard_device(device, tiers),

@@ -43,10 +43,13 @@ CHANCE_TO_RUN = 0.3
 class FakeCopy:
     """One copy: which bytes, and what it is ordered behind."""
 
-    __slots__ = ("begin", "end", "first", "is_lost", "is_out", "last", "memory", "num_bytes")
+    __slots__ = (
+        "begin", "end", "first", "is_lost", "is_out", "last", "memory", "num_bytes", "tier",
+    )  # fmt: skip
 
     def __init__(self, place: Place, row: Tensor, *, is_out: bool, begin: Clock) -> None:
         self.is_out = is_out
+        self.tier = place.tier
         self.num_bytes = place.region.num_bytes
         self.first = place.region.offset_bytes
         self.last = self.first + self.num_bytes
@@ -79,14 +82,23 @@ class FakeDevice(AbstractDevice):
     Streams are named; work on one is not ordered against work on another without a `wait`.
 
     Args:
-        num_host_bytes: Size of the host tier, the only one.
+        num_host_bytes: Size of the host tier.
         schedule: `late` runs a copy when the current stream waits for it; `eager` at once;
             `random` at any moment in between.
         seed: For `random`.
+        num_disk_bytes: Size of the disk tier, which is memory too.
     """
 
-    def __init__(self, num_host_bytes: int, *, schedule: Schedule = "late", seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_host_bytes: int,
+        *,
+        schedule: Schedule = "late",
+        seed: int = 0,
+        num_disk_bytes: int = 0,
+    ) -> None:
         self.host = torch.full((num_host_bytes,), POISON, dtype=torch.uint8)
+        self.disk = torch.full((num_disk_bytes,), POISON, dtype=torch.uint8)
         self.violations: list[str] = []
         """Rules that were broken, in words; empty for a correct runtime."""
         self.peak_out_bytes = 0
@@ -147,10 +159,11 @@ class FakeDevice(AbstractDevice):
         is_out = isinstance(target, Place)
         place, row = (target, source) if is_out else (source, target)
         assert isinstance(place, Place) and isinstance(row, Tensor), "one end must be a place"
-        assert place.tier is Decision.HOST, f"the fake device has no {place.tier.value} tier"
+        tier_bytes = self._tier(place.tier).numel()
+        assert tier_bytes, f"the fake device has no {place.tier.value} tier"
         assert row.dtype is torch.uint8 and row.shape == (place.region.num_bytes,), "sizes differ"
         end_bytes = place.region.offset_bytes + place.region.num_bytes
-        assert end_bytes <= self.host.numel(), "the place lies beyond the host tier"
+        assert end_bytes <= tier_bytes, f"the place lies beyond the {place.tier.value} tier"
         memory = self._memory_of(row)
         begin = dict(self._clock(stream))
         for event in after:
@@ -206,6 +219,9 @@ class FakeDevice(AbstractDevice):
             if is_written:
                 _join(memory.written, mark)
 
+    def _tier(self, tier: Decision) -> Tensor:
+        return self.host if tier is Decision.HOST else self.disk
+
     # -- order ---------------------------------------------------------------------------------
 
     def _clock(self, stream: Stream) -> Clock:
@@ -237,7 +253,7 @@ class FakeDevice(AbstractDevice):
     def _check_place(self, copy: FakeCopy) -> None:
         """Compare with earlier copies of the same host bytes, where one of the two writes."""
         for other in self._placed:
-            if other in copy.begin or copy.last <= other.first or other.last <= copy.first:
+            if other in copy.begin or not _overlap(copy, other):
                 continue
             if copy.is_out:
                 use = "another evict may write to" if other.is_out else "a fetch may read"
@@ -246,7 +262,7 @@ class FakeDevice(AbstractDevice):
                 self.violations.append("a fetch read a place that an evict may write to")
         if copy.is_out:
             # Whoever comes behind this evict also comes behind what it was ordered after.
-            self._placed = [o for o in self._placed if o.first < copy.first or copy.last < o.last]
+            self._placed = [o for o in self._placed if not _covers(copy, o)]
         self._placed.append(copy)
 
     def _check_memory(self, copy: FakeCopy, memory: _Memory) -> None:
@@ -296,13 +312,13 @@ class FakeDevice(AbstractDevice):
             return
         self._pending.remove(copy)
         with pause_dispatch():
-            host = self.host[copy.first : copy.last]
+            space = self._tier(copy.tier)[copy.first : copy.last]
             if not copy.is_out:
-                memory.copy_(host)
+                memory.copy_(space)
             elif copy.is_lost:
-                host.fill_(POISON)
+                space.fill_(POISON)
             else:
-                host.copy_(memory)
+                space.copy_(memory)
 
 
 class FakeMeter(AbstractMeter):
@@ -379,6 +395,16 @@ def _join(clock: Clock, other: Clock) -> None:
 
 def _missing(needed: Clock, clock: Clock) -> list[Hashable]:
     return [key for key, count in needed.items() if clock.get(key, 0) < count]
+
+
+def _overlap(left: FakeCopy, right: FakeCopy) -> bool:
+    return left.tier is right.tier and left.first < right.last and right.first < left.last
+
+
+def _covers(outer: FakeCopy, inner: FakeCopy) -> bool:
+    """Return whether all that `inner` touches of its tier is touched by `outer`."""
+    is_inside = outer.first <= inner.first and inner.last <= outer.last
+    return outer.tier is inner.tier and is_inside
 
 
 def _sum_bytes(copies: set[FakeCopy]) -> int:
