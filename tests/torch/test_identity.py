@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from torch import Tensor
 
 from ebbtide.torch.identity import (
-    Copies,
     Layout,
     StorageRef,
     bytes_of,
@@ -258,29 +255,3 @@ def test_a_key_is_not_used_again_while_the_storage_is_weakly_held() -> None:
     assert ref.expired()
     news = [torch.zeros(64) for _ in range(200)]
     assert key not in {storage_key(new) for new in news}
-
-
-# -- copies ----------------------------------------------------------------------------------------
-
-
-def test_blocks_share_a_copy_until_the_storage_is_written_to() -> None:
-    copies = Copies()
-    table = torch.arange(6.0).view(2, 3)
-    first = copies.of(table)
-    assert copies.of(table[1]) is first, "another view of the same storage"
-    assert torch.equal(first, table) and first.data_ptr() != table.data_ptr()
-    table.add_(1.0)
-    second = copies.of(table)
-    assert second is not first
-    assert torch.equal(second, table) and torch.equal(first, table - 1.0)
-    other = torch.zeros(6)
-    assert copies.of(other) is not second
-
-
-def test_a_copy_dies_with_its_last_holder() -> None:
-    copies = Copies()
-    table = torch.arange(6.0)
-    known = weakref.ref(copies.of(table))
-    assert known() is None
-    table.data = torch.ones(6)  # another storage, and the version of the tensor stays
-    assert torch.equal(copies.of(table), torch.ones(6))

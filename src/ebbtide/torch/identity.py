@@ -7,7 +7,6 @@ storage, so equal keys mean the same storage.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from ebbtide.memory.arena import ALIGNMENT_BYTES
 from ebbtide.torch.internals import conj_view, neg_view, storage_address
 
 __all__ = [
-    "Copies", "Layout", "StorageRef", "bytes_of", "clone_storage", "have_equal_bits", "storage_key",
+    "Layout", "StorageRef", "bytes_of", "clone_storage", "have_equal_bits", "storage_key",
 ]  # fmt: skip
 
 
@@ -161,34 +160,6 @@ def clone_storage(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage().clone()
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-class Copies:
-    """Copies of whole storages that several blocks read, each made once for its version.
-
-    A copy lives as long as somebody holds it.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], tuple[StorageRef, int, weakref.ref[Tensor]]] = {}
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the storage of `tensor`, laid out as some tensor over it was.
-
-        One for each stream: a copy is ready only on the stream that it was made on.
-        """
-        stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
-        key = storage_key(tensor), stream
-        known = self._known.get(key)
-        if known is not None and not known[0].expired() and known[1] == tensor._version:
-            copy = known[2]()
-            if copy is not None:
-                return copy
-        copy = clone_storage(tensor)
-        self._known = {k: v for k, v in self._known.items() if v[2]() is not None}
-        reference = StorageRef(tensor.untyped_storage())
-        self._known[key] = reference, tensor._version, weakref.ref(copy)
-        return copy
 
 
 _NUM_COMPARED = 2**20

@@ -9,8 +9,8 @@ tests of this module, not in the middle of somebody's run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -36,6 +36,20 @@ def pause_dispatch() -> AbstractContextManager[Any]:
 def pause_autocast() -> AbstractContextManager[Any]:
     """Return a guard under which autocast casts nothing, on any device."""
     return torch._C._DisableAutocast()
+
+
+@contextmanager
+def under_default_dtype(dtype: torch.dtype) -> Generator[None]:
+    """Let operators that ask for the default dtype get `dtype`."""
+    before = torch.get_default_dtype()
+    if before is dtype:
+        yield
+        return
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def never_compile(function: FunctionType) -> None:
@@ -157,8 +171,19 @@ def neg_view(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided bytes in memory; sparse and zero tensors are not."""
-    return tensor.layout is torch.strided and not tensor._is_zerotensor()
+    """Return whether a tensor is strided bytes in memory, and counts the writes to them.
+
+    Sparse and zero tensors have no such bytes, nested ones no strides, and quantised ones more than
+    their bytes. What was made in inference mode counts no writes.
+    """
+    return tensor.layout is torch.strided and not (
+        tensor._is_zerotensor() or tensor.is_nested or tensor.is_quantized or tensor.is_inference()
+    )
+
+
+def size_of(tensor: Tensor) -> torch.Size:
+    """Return the shape of a tensor; of a nested one, which has none, the number of its elements."""
+    return torch.Size((tensor.numel(),)) if tensor.is_nested else tensor.shape
 
 
 def is_in_backward() -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ebbtide.errors import RuntimeStateError
@@ -20,7 +21,7 @@ from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.graphs import GraphFacts
 from ebbtide.torch.identity import Layout, bytes_of, clone_storage, have_equal_bits
-from ebbtide.torch.internals import is_in_custom_backward, pause_autocast
+from ebbtide.torch.internals import is_in_custom_backward, pause_autocast, under_default_dtype
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
 from ebbtide.workload import OpKind
 
@@ -88,10 +89,10 @@ class Node:
     """
 
     __slots__ = (
-        "activation", "call", "decision", "group", "index", "is_copy", "is_root", "is_shared",
-        "kept", "kind", "layout", "memo", "name", "num_bytes", "num_left", "num_packs", "num_uses",
-        "op", "outers", "pieces", "place", "role", "slot", "source", "until_check", "version",
-        "watched",
+        "activation", "call", "decision", "group", "index", "is_copy", "is_outside", "is_root",
+        "is_shared", "kept", "kind", "layout", "memo", "name", "num_bytes", "num_left",
+        "num_packs", "num_uses", "op", "outers", "pieces", "place", "role", "slot", "source",
+        "until_check", "version", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -142,6 +143,8 @@ class Node:
         self.num_left = 0
         self.is_copy = False
         """`kept` is a copy of our own: later writes to the original do not reach it."""
+        self.is_outside = False
+        """A block wrote to a storage that was made outside of it, and others may write to."""
         self.is_root = False
         """Some call that may be replayed reads it."""
         self.until_check = False
@@ -231,6 +234,8 @@ class Record:
         self.num_replayed_calls = 0
         self.watch: ReplayWatch | None = None
         self._pieces: dict[tuple[int, Layout], int] = {}
+        self._default_dtype = torch.get_default_dtype()
+        """What factories and quotients of integers are made of."""
 
     def node(self, index: int) -> Node:
         """Return the node with this number."""
@@ -454,6 +459,31 @@ class Record:
         self.drop_device_copies()
         return wrong
 
+    def check_roots(self, roots: list[tuple[Node, Tensor]]) -> list[Node]:
+        """Compare what recipes start from, and nobody saved, with the real storage of now.
+
+        Code that the dispatcher does not see may have written to it since. Its copy was made at
+        once here; later ones run beside the block, and may come after such a write. So what differs
+        is kept, and the recipes that start from it are compared after it. Empties `roots`; returns
+        what differs.
+        """
+        wrong: list[Node] = []
+        for node, tensor in roots:
+            slot = node.slot
+            # A write that was seen waited for the copy.
+            if slot is None or node.num_packs or tensor._version != slot.version:
+                continue
+            assert self.traffic is not None, "bug in ebbtide"
+            self.traffic.release(slot)  # so that the bytes make the whole way
+            if not torch.equal(self.traffic.bytes_of(slot), bytes_of(tensor)):
+                node.kept, node.version, node.slot = tensor, tensor._version, None
+                node.decision = Decision.KEEP
+                wrong.append(node)
+            else:
+                self.traffic.release(slot)
+        roots.clear()
+        return wrong
+
     def _take_by_node(
         self, real: list[tuple["Handle", Tensor]]
     ) -> dict[int, list[tuple["Handle", Tensor]]]:
@@ -543,7 +573,8 @@ class Record:
             call = self.calls[node.call]
             assert call is not None, "bug in ebbtide: a call that is needed was dropped"
             todo += map(self.node, call.inputs)
-        with pause_autocast():  # what it casts are calls of their own
+        # What autocast casts are calls of their own.
+        with pause_autocast(), under_default_dtype(self._default_dtype):
             self._run_all(sorted(needed), wanted)
         self.num_replayed_calls += len(needed)
 

@@ -40,7 +40,7 @@ from ebbtide.torch.forward import (
     tensors_in,
 )
 from ebbtide.torch.gradient_memory import Growth
-from ebbtide.torch.identity import Copies, storage_key
+from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import (
     call_after_backward,
     count_ooms,
@@ -50,6 +50,7 @@ from ebbtide.torch.internals import (
     is_in_backward,
     pause_autocast,
     pause_dispatch,
+    size_of,
 )
 from ebbtide.torch.pace import Pace, Paced
 from ebbtide.torch.parameters import Parameters, Recent, storages_of
@@ -167,7 +168,6 @@ class Runtime:
         self._model_storages: dict[int, Tensor] | None = None
         """Of the model's parameters, as they were when a block of this pass first asked."""
         self._recent_parameters = Recent()
-        self._copies = Copies()
         self._written: set[int] = set()
         """Storages of parameters and buffers that blocks were seen to write to."""
         self.num_followed = 0
@@ -241,7 +241,7 @@ class Runtime:
             if state.index == 0 and not self._is_announced and not is_in_backward():
                 self._start_measuring()
             self._note_writes()
-            self._plan_if_ready(state, stream.shape)
+            self._plan_if_ready(state, size_of(stream))
             if self._is_left_alone(state):
                 return
             is_checked = all(plan is not self.plan for plan in state.checked_plans)
@@ -257,7 +257,7 @@ class Runtime:
                     timing.graph = next(iter(state.graphs), None)
                     timing.is_sample = state.index in self._samples
                 if timing is not None and state.index == 0:
-                    self.observed_size = stream.shape
+                    self.observed_size = size_of(stream)
                 if timing is not None and state.index == 0 and stream.requires_grad:
                     stream.register_hook(_caller_of(self, Runtime._end_first_block))
             forward = Forward(state, record, policy, timing)
@@ -319,7 +319,6 @@ class Runtime:
             witness=self._witness(forward),
             timer=timing,
             written=self._written,
-            copies=self._copies,
             has_moments=self.traffic is not None and self.traffic.anchors.has_releases,
             frame=frame_of_module_call(),
             note_over=_caller_of(self, Runtime._abandon_interrupted),
@@ -808,7 +807,8 @@ class Runtime:
         return all(d is Decision.KEEP for d in decisions)
 
     def _check(self, state: BlockState, record: Record, tape: Tape | SavedSet) -> None:
-        wrong = record.check(tape.real)
+        roots = tape.roots if isinstance(tape, Tape) else []
+        wrong = [*record.check_roots(roots), *record.check(tape.real)]
         for node in wrong:
             state.unsafe.add(node.activation)
             state.scripts.clear()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ebbtide.plan import Decision, Plan
 from ebbtide.torch.identity import Layout
+from ebbtide.torch.internals import size_of
 from ebbtide.torch.record import ACTIVATION_ROLES, Call, Node, Record, Role
 from ebbtide.workload import OpKind
 
@@ -190,7 +191,7 @@ def key_of(tensors: Iterable[Tensor], device: torch.device, *, is_training: bool
     """Return what forwards with the same script have in common, as far as it is seen early."""
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return is_training, autocast, *((t.shape, t.dtype, t.requires_grad) for t in tensors)
+    return is_training, autocast, *((size_of(t), t.dtype, t.requires_grad) for t in tensors)
 
 
 def is_same_number(left: Any, right: Any) -> bool:

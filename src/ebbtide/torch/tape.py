@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Mark, Place
-from ebbtide.torch.identity import Copies, Layout, StorageRef, clone_storage, storage_key
+from ebbtide.torch.identity import Layout, StorageRef, clone_storage, storage_key
 from ebbtide.torch.internals import (
     alias_of,
     has_ended,
@@ -128,7 +128,6 @@ class Tape(TorchDispatchMode):
         timer: Measures the calls.
         written: Storages of parameters and buffers that some block was seen to write to; those
             of this one are added.
-        copies: Of small storages from which the recipes of several blocks start.
         has_moments: The plan lets evictions go at calls of its own choice: the policy is told
             which call comes. Else it is not, which saves time in each call.
         frame: Ends with the block's forward. torch calls no hook when an interrupt ended that, so
@@ -167,7 +166,6 @@ class Tape(TorchDispatchMode):
         witness: Witness | None = None,
         timer: CallTimer | None = None,
         written: set[int] | None = None,
-        copies: Copies | None = None,
         has_moments: bool = False,
         frame: FrameType | None = None,
         note_over: Callable[[], None] | None = None,
@@ -195,6 +193,8 @@ class Tape(TorchDispatchMode):
             record.nodes = [None] * len(script.nodes)
             record.calls = [None] * len(script.calls)
         self.real: list[tuple[Handle, Tensor]] = []
+        self.roots: list[tuple[Node, Tensor]] = []
+        """While the block is checked: what recipes start from and is evicted, and the real one."""
         self._policy = policy
         self._device = device
         self._parameters = parameters
@@ -206,7 +206,6 @@ class Tape(TorchDispatchMode):
         self._timer = timer
         self._has_moments = has_moments
         self._written = set[int]() if written is None else written
-        self._copies = copies or Copies()
         self._by_storage: dict[int, Node] = {}
         self._storages: list[StorageRef] = []
         self._copies_inputs = copies_inputs
@@ -268,6 +267,7 @@ class Tape(TorchDispatchMode):
         self.held_inputs.clear()
         self._outers = {}
         self.real.clear()
+        self.roots.clear()
         self._witness = None
         self._is_over, self._frame, self._note_over = True, None, None
 
@@ -373,7 +373,7 @@ class Tape(TorchDispatchMode):
         """Return the node that the script has for a tensor; None if it is another one."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return None
-        if not layout.is_of(tensor):
+        if tensor.is_nested or not layout.is_of(tensor):
             return None
         storage = tensor.untyped_storage()
         key = storage_address(storage)
@@ -534,10 +534,16 @@ class Tape(TorchDispatchMode):
         written += [kwargs[k] for k in facts.written_names if k in kwargs]
         targets = [t for w in written for t in (w if isinstance(w, list | tuple) else (w,))]
         targets = [t for t in targets if isinstance(t, Tensor) and is_plain(t)]
+        outside: set[int] = set()
         for target in targets:
-            old = self._by_storage.get(storage_key(target))
+            key = storage_key(target)
+            old = self._by_storage.get(key)
             if old is not None:
                 self._part_with(old)
+                if old.role is Role.SHARED or old.is_outside:
+                    outside.add(key)
+            elif key not in self._inputs and key != self._stream:
+                outside.add(key)
         result = self._run(func, args, kwargs)
         kind = OpKind.RANDOM if facts.kind is OpKind.RANDOM else OpKind.OPAQUE
         for target in targets:
@@ -546,15 +552,18 @@ class Tape(TorchDispatchMode):
                 self._by_storage.pop(key, None)
                 self._written.add(key)
                 continue
-            self._new_opaque(func, facts, target, kind)
+            node = self._new_opaque(func, facts, target, kind)
+            node.is_outside = key in outside
         for output in result if isinstance(result, tuple | list) else (result,):
             if isinstance(output, Tensor) and self._is_new(output):
                 self._new_opaque(func, facts, output, kind)
         return result
 
-    def _new_opaque(self, func: Any, facts: OpFacts, tensor: Tensor, kind: OpKind) -> None:
+    def _new_opaque(self, func: Any, facts: OpFacts, tensor: Tensor, kind: OpKind) -> Node:
         name = self._name(func, facts.name)
-        self._new_node(tensor, name, Role.COMPUTED, kind, facts.name, name, is_replayable=False)
+        return self._new_node(
+            tensor, name, Role.COMPUTED, kind, facts.name, name, is_replayable=False
+        )
 
     def _part_with(self, node: Node) -> None:
         """Make a node independent of its storage, which is about to be written."""
@@ -690,13 +699,14 @@ class Tape(TorchDispatchMode):
         node.is_root = True
         if node.source is None and not node.is_copy and self._may_be_written(node, tensor):
             with pause_dispatch():
-                # Copies for several blocks are told apart by versions, which a local part lacks.
-                is_local = bool(node.outers)
-                node.source = clone_storage(tensor) if is_local else self._copies.of(tensor)
+                # Not shared: writes through `.data` move no version, so none says which is right.
+                node.source = clone_storage(tensor)
         if node.decision is Decision.RECOMPUTE or node.slot is not None:
             return
         self._hold(node, tensor)
         if node.place is not None:
+            if self.is_checked:
+                self.roots.append((node, alias_of(tensor)))
             self.record.evict(node)
 
     def _may_be_written(self, node: Node, tensor: Tensor) -> bool:
@@ -708,6 +718,8 @@ class Tape(TorchDispatchMode):
             key = storage_key(tensor)
             is_buffer = not isinstance(self._parameters.get(key), torch.nn.Parameter)
             return key in self._written or (is_buffer and node.num_bytes <= _MAX_COPIED_BYTES)
+        if node.is_outside:
+            return True  # the next block may write to it as this one did
         return node.role is Role.SHARED and node.num_bytes <= _MAX_COPIED_BYTES
 
     # -- nodes ---------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,22 @@ class GatedCalls(AbstractFileCalls):
         return self._system.read_at(descriptor, target, offset_bytes)
 
 
+class Opening(Future[None]):
+    """The end of another copy, which cannot run before somebody waits for this."""
+
+    def __init__(self, copy: Future[None], calls: GatedCalls) -> None:
+        super().__init__()
+        self._copy = copy
+        self._calls = calls
+
+    def done(self) -> bool:
+        return self._copy.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._calls.gate.set()
+        return self._copy.exception(timeout)
+
+
 @pytest.fixture
 def calls() -> GatedCalls:
     return GatedCalls()
@@ -94,21 +112,39 @@ def test_an_evict_does_not_block_and_a_wait_does(store: DiskStore, calls: GatedC
     out = device.copy(row(7), place(store), stream=0, after=())
     assert not out.done()
     assert store.statistics().written_bytes == 0
-    calls.gate.set()
-    device.wait(0, out)
+    device.wait(0, Opening(out, calls))
     assert out.done()
     assert store.statistics().written_bytes == ROW
 
 
 def test_a_fetch_waits_for_its_evict(store: DiskStore, calls: GatedCalls) -> None:
-    """Design rule 1: the fetch is asked for while the evict cannot have run."""
+    """Design rule 1: the evict cannot run before the fetch waits for it."""
     device, there, back = CpuDevice(store), place(store), row(0)
     out = device.copy(row(7), there, stream=0, after=())
-    opener = threading.Thread(target=calls.gate.set)
-    opener.start()
-    device.wait(0, device.copy(there, back, stream=0, after=(out,)))
-    opener.join()
+    fetched = device.copy(there, back, stream=0, after=(Opening(out, calls),))
+    assert calls.gate.is_set() and out.done()
+    device.wait(0, fetched)
     assert values(back) == {7}
+
+
+def test_an_evict_waits_for_the_copies_of_the_last_owner_of_its_place(
+    store: DiskStore, calls: GatedCalls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Design rule 1: whatever became of them."""
+    calls.gate.set()
+    device, there = CpuDevice(store), place(store)
+    reading: Future[None] = Future()
+    waited: list[Future[None]] = []
+
+    def wait(events: list[Future[None]]) -> None:
+        assert store.statistics().written_bytes == 0
+        waited.extend(events)
+
+    monkeypatch.setattr(futures, "wait", wait)
+    out = device.copy(row(7), there, stream=0, after=(reading,))
+    assert waited == [reading]
+    device.wait(0, out)
+    assert store.statistics().written_bytes == ROW
 
 
 def test_there_is_one_stream_and_new_memory_is_a_row_of_bytes(store: DiskStore) -> None:
