@@ -28,6 +28,7 @@ demo: $(VENV)/.has-demo $(SAMPLES)
 
 docs: $(VENV)/.has-dev
 	$(BIN)/python scripts/errors_page.py docs/errors.md
+	$(BIN)/python scripts/api_page.py docs/api.md
 
 test: lint types $(SAMPLES)
 	$(BIN)/python -m pytest tests -q -n auto

@@ -373,6 +373,7 @@ def test_offloaded_inputs_peak_below_checkpointing() -> None:
     with attach(model, "offload-inputs", min_bytes=1024) as tide:
         offloading = peak_of_a_step()
         assert tide.statistics().host.moved_out_bytes > 0
-    # Recipes start from copies of small tables: the rotary ones, of both halves, in two bytes.
-    tables_bytes = 2 * 2048 * (models.WIDTH // models.NUM_HEADS) * 2
+    # Each block's recipes start from copies of small tables: the rotary ones, of both halves, in
+    # two bytes.
+    tables_bytes = models.NUM_BLOCKS * 2 * 2048 * (models.WIDTH // models.NUM_HEADS) * 2
     assert offloading <= checkpointing + tables_bytes
