@@ -25,7 +25,7 @@ def nameable(kernel: Callable[..., Any], name: str = "attention") -> Callable[..
 
     Outputs are `NAME.out` (`NAME.out.0` and so on where there are several), what else is kept is
     `NAME.residual.0` and so on, in the kernel's own order. A value that is kept twice has one
-    name, and arguments get none: they have their own. The results and gradients are the kernel's,
+    name, and arguments and empty values get none. The results and gradients are the kernel's,
     bit for bit; forward-mode derivatives are not there.
 
     Args:
@@ -72,7 +72,8 @@ class _Names:
     def give(self, value: Any, name: str) -> Any:
         known = self._named.get(id(value))
         is_array = hasattr(value, "aval") and value.dtype != jax.dtypes.float0
-        self.is_new = known is None and is_array and bool(value.shape)
+        # A kernel's empty stand-ins for arguments that it was not given are no residuals.
+        self.is_new = known is None and is_array and bool(value.shape) and value.size > 0
         if known is not None:
             return known[1]
         named = checkpoint_name(value, name) if self.is_new else value
