@@ -68,7 +68,7 @@ def test_smollm2_has_the_perplexity_of_the_run_with_torch() -> None:
     expected, expected_loss = run_in_torch(Path(source.folder), ids_BT)
     assert np.abs(logits - expected).max() < 1e-3 * np.abs(expected).max()
     assert np.exp(loss) == pytest.approx(np.exp(expected_loss), rel=0.005)
-    assert 5 < np.exp(loss) < 40
+    assert 5 < np.exp(loss) < 100  # of 49,152 tokens that it could be
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path, tiny_model: Path) -> None:

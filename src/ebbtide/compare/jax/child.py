@@ -49,7 +49,7 @@ EXACT: Mapping[str, bool | int] = {
     "xla_allow_excess_precision": False,
     "xla_backend_optimization_level": 0,
 }
-"""XLA for CPUs otherwise fuses, and so rounds, each row in its own way."""
+"""XLA for CPUs otherwise fuses each row in its own way; so it rounds the same, or nearly so."""
 
 DONATED = (0, 1)
 """The step overwrites parameters and optimizer state."""
