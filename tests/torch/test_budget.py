@@ -544,6 +544,40 @@ def test_shapes_share_a_bucket_an_eighth_of_an_octave_wide() -> None:
     ]  # fmt: skip
 
 
+def two_graphs_step(model: nn.Module, index: int) -> Tensor:
+    """Run two forwards before the first backward, as a pipeline's stage does."""
+    del index
+    losses = [model(features()).square().mean() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    return losses[0]
+
+
+def test_what_all_graphs_keep_counts_where_several_are_alive_at_once() -> None:
+    """Each keeps all of its blocks, and the budget has to hold it twice."""
+    peaks: list[int] = []
+    kept_bytes = 0
+    for step in (feature_step, two_graphs_step):
+        model = seeded(lambda: Stack(Gated, 4))
+        with attach(model, budget=2**30, decide={"*": "KEEP"}) as tide:
+            train(model, step)
+            assert tide.plan is not None and tide.workload is not None
+            assert tide.num_graphs == (1 if step is feature_step else 2)
+            peaks.append(tide.plan.peak_bytes)
+            activations = [a for block in tide.workload.blocks for a in block.activations]
+            kept_bytes = sum(
+                a.num_bytes for a in activations if tide.plan.decision(a.name) is Decision.KEEP
+            )
+    # The second backward of a step finds the gradients of the first one: they rest on the device.
+    assert peaks[1] >= peaks[0] + kept_bytes > peaks[0]
+    model = seeded(lambda: Stack(Gated, 4))
+    with (
+        attach(model, budget=peaks[1] - 1, decide={"*": "KEEP"}),
+        pytest.raises(BudgetError, match="2 forwards before the first one's backward"),
+    ):
+        train(model, two_graphs_step)
+
+
 def test_pins_are_kept_to_and_explained(tmp_path: Path) -> None:
     model = seeded(lambda: Stack(Gated, 4))
     decide = {"*.gate": "RECOMPUTE", "blocks.0.*": Decision.KEEP}

@@ -273,6 +273,11 @@ class Tide:
             return None
         return self._budgets.machine
 
+    @property
+    def num_graphs(self) -> int:
+        """Forwards whose graphs a budget's plan has room for at once; 1 without a budget."""
+        return 1 if self._budgets is None else self._budgets.num_graphs
+
     def explain(self, name: str) -> Explanation:
         """Say what an activation costs to move and to recompute, and why the plan decides so.
 
@@ -527,6 +532,7 @@ class _Attachment:
             else:
                 runtime.agree = maker.agree
             runtime.note_growth = maker.forget_plans
+            runtime.note_num_graphs = maker.note_num_graphs
         hooks = Hooks(runtime)
         runtime.compilation = compilation
         runtime.hook_blocks = hooks.hook_blocks

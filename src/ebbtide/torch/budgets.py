@@ -19,7 +19,7 @@ from ebbtide.budget import parse_budget
 from ebbtide.errors import BudgetError
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
-from ebbtide.planner.result import Code
+from ebbtide.planner.result import Code, Outcome
 from ebbtide.planner.scale import Scale, pace_workload, scale_workload
 from ebbtide.planner.solve import plan_for_budget
 from ebbtide.simulate import simulate
@@ -41,6 +41,9 @@ OOM_SHARE = Fraction(1, 20)
 MIN_LINK_BYTES = 16 * 2**20
 
 BUCKETS_PER_OCTAVE = 8
+
+_NUM_TRIES = 10
+"""Of budgets for one graph, where several share one: the last is within a 512th."""
 
 MIN_GAIN = Fraction(1, 100)
 """Of a step: for less, a plan that runs is kept when its prediction is corrected."""
@@ -100,6 +103,8 @@ class BudgetPlanner:
     ) -> None:
         self._machine: Machine | None = None
         self._written_bytes_per_day = written_bytes_per_day
+        self.num_graphs = 1
+        """Forwards whose graphs are alive at once, as those of a pipeline's micro-batches."""
         self._ranks = ranks
         self._agreed: Agreed | None = None
         self._device = device
@@ -141,18 +146,22 @@ class BudgetPlanner:
         """
         assert self._ranks is not None, "bug in ebbtide: there is nobody to agree with"
         found = Found(
-            workload=workload, machine=self._probed(), rows=observed.rows, length=observed.length
+            workload=workload,
+            machine=self._probed(),
+            rows=observed.rows,
+            length=observed.length,
+            num_graphs=self.num_graphs,
         )
         self._agreed = agree(
             self._ranks, found, self._wishes(), scaled=_scaled, make=self._make_common
         )
         common = self._agreed.found
-        self._machine = common.machine
+        self._machine, self.num_graphs = common.machine, common.num_graphs
         log.info("one plan for %s", ", ".join(self._ranks.names))
         return common.workload, Shape(rows=common.rows, length=common.length)
 
     def _make_common(self, found: Found) -> Plan:
-        self._machine = found.machine
+        self._machine, self.num_graphs = found.machine, found.num_graphs
         return self.make(found.workload)
 
     def _wishes(self) -> dict[str, str]:
@@ -209,18 +218,57 @@ class BudgetPlanner:
             return agreed.plan
         if observed is not None and now is not None and now != observed:
             workload = scale_workload(workload, _scale(observed, bucket(now)))
-        outcome = plan_for_budget(
+        budget_bytes = self.budget_bytes
+        outcome = self._outcome(workload, budget_bytes)
+        if outcome.code is Code.NOTHING_FITS or outcome.plan is None:
+            raise BudgetError(f"{outcome.message} {self._refusal}".rstrip())
+        log.info("%s: %s", outcome.planner, outcome.message)
+        if self.num_graphs == 1:
+            return outcome.plan
+        return self._plan_for_graphs(workload, budget_bytes, outcome.plan)
+
+    def _outcome(self, workload: Workload, budget_bytes: int) -> Outcome:
+        machine = self.machine
+        return plan_for_budget(
             workload,
-            self.machine,
-            budget_bytes=self.budget_bytes,
+            machine,
+            budget_bytes=budget_bytes,
+            host_bytes=machine.host_bytes_per_rank // self.num_graphs,
+            disk_bytes=machine.disk_bytes // self.num_graphs,
             planner=self._planner,
             decide=self._decide,
             min_bytes=self._min_bytes,
         )
-        if outcome.code is Code.NOTHING_FITS or outcome.plan is None:
-            raise BudgetError(f"{outcome.message} {self._refusal}".rstrip())
-        log.info("%s: %s", outcome.planner, outcome.message)
-        return outcome.plan
+
+    def _plan_for_graphs(self, workload: Workload, budget_bytes: int, plan: Plan) -> Plan:
+        """Leave room in the budget for what the plan keeps of the other graphs.
+
+        Searches the budget of one graph: the larger it is, the more all of them keep.
+        """
+        low, high, tried, found = 0, budget_bytes, budget_bytes, None
+        given: Plan | None = plan
+        for _ in range(_NUM_TRIES):
+            others_bytes = 0
+            if given is not None:
+                others_bytes = (self.num_graphs - 1) * _kept_bytes(given, workload)
+            if given is not None and given.peak_bytes + others_bytes <= budget_bytes:
+                found, low = replace(given, peak_bytes=given.peak_bytes + others_bytes), tried
+                if tried == budget_bytes:
+                    break
+            elif given is not None:
+                high = tried
+            else:
+                low = tried
+            tried = (low + high) // 2
+            given = self._outcome(workload, tried).plan
+        if found is None:
+            raise BudgetError(
+                f"no plan of {self._planner} fits a budget of {format_bytes(budget_bytes)} with "
+                f"{self.num_graphs} forwards before the first one's backward, as in a pipeline: "
+                "what all of them keep adds up. Take fewer micro-batches at once, a larger "
+                f"budget, or a plan by name, such as 'balanced'. {self._refusal}".rstrip()
+            )
+        return found
 
     def plan_with_less(self, refusal: str, *, host_bytes: int, has_disk: bool) -> None:
         """Plan with the memory that the system gave when it refused what a plan needed.
@@ -277,6 +325,16 @@ class BudgetPlanner:
             f"{format_bytes(budget)}, and memory ran out{actual}. The next step is planned for "
             f"{format_bytes(self.budget_bytes)}."
         )
+
+
+def _kept_bytes(plan: Plan, workload: Workload) -> int:
+    """Return what a forward leaves on the device for its backward under a plan."""
+    return sum(
+        activation.num_bytes
+        for block in workload.blocks
+        for activation in block.activations
+        if plan.decision(activation.name) is Decision.KEEP
+    )
 
 
 def bucket(shape: Shape) -> Shape:

@@ -29,6 +29,8 @@ class Found:
     """Sequences of the batch that the workload was observed with."""
     length: int
     """Tokens in each."""
+    num_graphs: int
+    """Forwards whose graphs are alive at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,7 @@ def _worst(founds: Sequence[Found], names: Sequence[str], scaled: Scaled) -> Fou
         machine=worst_machine([each.machine for each in founds]),
         rows=rows,
         length=length,
+        num_graphs=max(each.num_graphs for each in founds),
     )
 
 
@@ -130,6 +133,7 @@ class _Told:
                 "machine": self.found.machine.to_json(),
                 "rows": self.found.rows,
                 "length": self.found.length,
+                "num_graphs": self.found.num_graphs,
                 "wishes": self.wishes,
             }
         )
@@ -142,5 +146,6 @@ class _Told:
             machine=Machine.from_json(form["machine"]),
             rows=form["rows"],
             length=form["length"],
+            num_graphs=form["num_graphs"],
         )
         return cls(found, form["wishes"])

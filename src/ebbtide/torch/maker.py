@@ -130,6 +130,11 @@ class PlanMaker:
         self._now = better
         return paced, better, traffic
 
+    def note_num_graphs(self, num_graphs: int) -> None:
+        """Plan for so many graphs that are alive at once."""
+        assert self._budgets is not None, "bug in ebbtide"
+        self._budgets.num_graphs = num_graphs
+
     def forget_plans(self) -> None:
         """Make every plan anew when it is asked for: less of the budget is left."""
         self._made.clear()
@@ -194,7 +199,7 @@ class PlanMaker:
             return True
         tiers = self._tiers_now()
         if plan.host_bytes:
-            host_bytes = plan.host_bytes + _rounding(plan, Decision.HOST)
+            host_bytes = self._num_graphs * (plan.host_bytes + _rounding(plan, Decision.HOST))
             if tiers.host_cap_bytes is not None:
                 host_bytes = min(host_bytes, tiers.host_cap_bytes)
             # Where memory is scarce the region shrinks to what the plan still needs.
@@ -202,7 +207,8 @@ class PlanMaker:
             if host_bytes > tiers.host_bytes or (is_first and host_bytes < tiers.host_bytes):
                 refusal = tiers.reserve_host(host_bytes)
                 if refusal is not None:
-                    self._host_room = max(0, tiers.host_bytes - _rounding(plan, Decision.HOST))
+                    room = tiers.host_bytes // self._num_graphs - _rounding(plan, Decision.HOST)
+                    self._host_room = max(0, room)
                     had = (
                         f"with {format_bytes(tiers.host_bytes)}" if tiers.host_bytes else "without"
                     )
@@ -210,12 +216,17 @@ class PlanMaker:
                     return False
         if self._disk is not None:
             # What finds no room, since the rounding does not fit the cap either, stays.
-            spare_bytes = max(0, self._disk.statistics().cap_bytes - plan.disk_bytes)
-            rounding_bytes = min(_rounding(plan, Decision.DISK), spare_bytes)
-            self._disk.reserve(plan.disk_bytes + rounding_bytes)
+            disk_bytes = self._num_graphs * plan.disk_bytes
+            spare_bytes = max(0, self._disk.statistics().cap_bytes - disk_bytes)
+            rounding_bytes = min(self._num_graphs * _rounding(plan, Decision.DISK), spare_bytes)
+            self._disk.reserve(disk_bytes + rounding_bytes)
         if self._device.type == "cuda" and plan.disk_bytes:
             return self._take_bounce(plan, tiers)
         return True
+
+    @property
+    def _num_graphs(self) -> int:
+        return 1 if self._budgets is None else self._budgets.num_graphs
 
     def _take_bounce(self, plan: Plan, tiers: Tiers) -> bool:
         """Take the memory that copies to disk pass through; False where there is none."""
@@ -235,6 +246,7 @@ class PlanMaker:
         log.warning("%s", refusal)
         if self._budgets is not None:
             room = _ENDLESS_BYTES if self._host_room is None else self._host_room
+            room *= self._num_graphs
             self._budgets.plan_with_less(refusal, host_bytes=room, has_disk=self._has_bounce)
 
     def _tiers_now(self) -> Tiers:

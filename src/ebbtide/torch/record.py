@@ -231,6 +231,8 @@ class Record:
         self.graphs: list[GraphFacts] = []
         """The compiled graphs that the forward ran, where something is known of them."""
         self.has_let_go = False
+        self.freed: set[int] = set()
+        """Nodes of which a check found that a parameter which they are made from was freed."""
         self.num_replayed_calls = 0
         self.watch: ReplayWatch | None = None
         self._pieces: dict[tuple[int, Layout], int] = {}
@@ -509,6 +511,7 @@ class Record:
             try:
                 restored = self.restore(handle)
             except StorageFreedError:
+                self.freed.add(node.index)
                 return False
             is_piece = node.index != handle.node
             if not have_equal_bits(restored, tensor) or not (

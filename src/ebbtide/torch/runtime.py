@@ -127,6 +127,11 @@ class Runtime:
         """Gives the plan for a batch of a size; with it, each size may have one of its own."""
         self.agree: Agree | None = None
         """Asks the other ranks once, before the first plan; None: this one plans for itself."""
+        self.note_num_graphs: Callable[[int], None] | None = None
+        """Told how many graphs were alive at once before there was a plan."""
+        self._first_records: weakref.WeakSet[Record] = weakref.WeakSet()
+        """Of the first block, those of graphs that are alive, up to the first plan."""
+        self._num_graphs = 1
         self.note_out_of_memory: Callable[[], str] | None = None
         """Called after a planned step ran out of memory; returns what to tell the user."""
         self.observed_size: torch.Size | None = None
@@ -247,6 +252,8 @@ class Runtime:
             is_checked = all(plan is not self.plan for plan in state.checked_plans)
             record = Record(state.path, self.traffic, is_checked=is_checked)
             self._add_sibling(state, record)
+            if state.index == 0 and not is_in_backward():
+                self._count_graphs(record)
             if is_checked and record.forward_pass is not None:
                 record.forward_pass.is_checked = True
             policy = Policy(self.plan, self.traffic, self.ledger, state.unsafe)
@@ -274,6 +281,13 @@ class Runtime:
             )
             if timing is not None:
                 timing.start_forward()
+
+    def _count_graphs(self, record: Record) -> None:
+        """Note a forward that starts while graphs of others may be alive, up to the first plan."""
+        if self.stopwatch is None or self.stopwatch.is_done:
+            return
+        self._first_records.add(record)
+        self._num_graphs = max(self._num_graphs, len(self._first_records))
 
     def _saved_set(
         self, forward: Forward, module: nn.Module, device: torch.device, args: Any, kwargs: Any
@@ -705,6 +719,8 @@ class Runtime:
         if self.traffic is not None and not self.traffic.is_idle:
             return
         workload = self._with_growth(workload)
+        if self.plan is None and self.note_num_graphs is not None:
+            self.note_num_graphs(self._num_graphs)
         if self.agree is not None:
             agree, self.agree = self.agree, None
             workload, self.observed_size = agree(workload, self.observed_size)
@@ -812,6 +828,15 @@ class Runtime:
         for node in wrong:
             state.unsafe.add(node.activation)
             state.scripts.clear()
+            if node.index in record.freed:
+                self.ledger.count_kept_not_understood("a parameter was freed inside its block")
+                log.warning(
+                    "%s cannot be made again: a parameter that it is made from is freed inside "
+                    "%s; it is kept on the device. Shard whole blocks with FSDP: one group each.",
+                    node.name,
+                    state.path,
+                )
+                continue
             self.ledger.count_kept_not_understood("did not come back bit for bit")
             log.warning(
                 "%s did not come back bit for bit (made by %s); it is kept on the device. "

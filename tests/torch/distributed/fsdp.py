@@ -11,6 +11,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from ebbtide.torch import attach
 from tests.torch.distributed.ranks import SOME_PLANS, Case, rank_of, run_case, say
 from tests.torch.models import Gated, Stack, features, llama, tokens
 from tests.torch.training import NUM_STEPS, attach_here, seeded
@@ -109,6 +110,16 @@ def say_what_is_freed(mesh: DeviceMesh) -> None:
         say(case="freed", plan=plan, left_bytes=left_bytes)
 
 
+def say_why_it_is_kept(mesh: DeviceMesh) -> None:
+    """Say why something of blocks with groups inside stays on the device."""
+    model = seeded(lambda: sharded_inside(mesh))
+    with attach(model, "recompute") as tide:
+        for index in range(2):
+            step(model, index)
+        reasons = [reason for reason, _ in tide.statistics().num_kept_not_understood]
+    say(case="why it is kept", plan="recompute", reasons=reasons)
+
+
 def main() -> None:
     """Run all cases."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
@@ -148,6 +159,7 @@ def main() -> None:
     for case in cases:
         run_case(case)
     say_what_is_freed(mesh)
+    say_why_it_is_kept(mesh)
 
 
 if __name__ == "__main__":

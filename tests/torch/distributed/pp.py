@@ -66,13 +66,16 @@ def parts_of(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 CASES = (
-    Case(name="1F1B", build=lambda: Stages(Schedule1F1B), step=step, inner=parts_of),
+    Case(
+        name="1F1B", build=lambda: Stages(Schedule1F1B), step=step, inner=parts_of, has_budget=True
+    ),
     Case(
         name="GPipe",
         build=lambda: Stages(ScheduleGPipe),
         step=step,
         inner=parts_of,
         plans=SOME_PLANS,
+        has_budget=True,
     ),
     Case(
         name="interleaved",

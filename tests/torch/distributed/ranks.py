@@ -24,6 +24,7 @@ import torch
 from torch import distributed, nn
 
 from ebbtide.machine import Machine
+from ebbtide.plan import Decision
 from ebbtide.planner.solve import plan_for_budget
 from ebbtide.torch import Tide, attach
 from tests.torch.training import (
@@ -116,6 +117,14 @@ def train_here(
     return trace, collectives
 
 
+def kept_bytes(tide: Tide) -> int:
+    """Return what the plan leaves on the device of each forward."""
+    plan, workload = tide.plan, tide.workload
+    assert plan is not None and workload is not None
+    activations = [a for block in workload.blocks for a in block.activations]
+    return sum(a.num_bytes for a in activations if plan.decision(a.name) is Decision.KEEP)
+
+
 def tight_budget_bytes(case: Case) -> int:
     """Return a budget a third of the way from the smallest to where everything fits."""
     model = seeded(case.build)
@@ -161,6 +170,10 @@ def run_case(case: Case) -> None:
             moved_out_bytes=sum(count.moved_out_bytes for count in counts),
             moved_in_bytes=sum(count.moved_in_bytes for count in counts),
             num_recomputed_ops=sum(count.num_recomputed_ops for count in counts),
+            budget_bytes=options.get("budget", 0),
+            peak_bytes=sum(0 if made is None else made.peak_bytes for made in plans),
+            num_graphs=max(tide.num_graphs for tide in tides),
+            kept_bytes=sum(kept_bytes(tide) for tide in tides),
             not_understood=[reason for c in counts for reason, _ in c.num_kept_not_understood],
         )
 

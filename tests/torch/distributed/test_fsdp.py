@@ -49,6 +49,11 @@ def test_what_a_freed_parameter_is_needed_for_is_kept(plan: str, results: Result
         assert result["num_recomputed_ops"] > 0
 
 
+def test_the_reason_is_told(results: Results) -> None:
+    for result in results["why it is kept", "recompute"]:
+        assert result["reasons"] == ["a parameter was freed inside its block"]
+
+
 @pytest.mark.parametrize("plan", ["recompute", "balanced"])
 def test_gathered_parameters_are_freed_after_forward_as_without_ebbtide(
     plan: str, results: Results

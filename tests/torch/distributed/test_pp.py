@@ -33,6 +33,17 @@ def test_stages_have_the_gradients_of_plain_stages(case: str, results: Results) 
         assert_plan_was_run(results[case, plan], plan, num_micro_batches=NUM_MICRO_BATCHES)
 
 
+@pytest.mark.parametrize(("case", "num_graphs"), [("1F1B", (2, 1)), ("GPipe", (4, 4))])
+def test_a_budget_has_room_for_all_micro_batches_that_are_alive_at_once(
+    case: str, num_graphs: tuple[int, int], results: Results
+) -> None:
+    """The first stage of two runs two forwards before a backward, and under GPipe all."""
+    for result, num in zip(results[case, "budget"], num_graphs, strict=True):
+        assert result["num_graphs"] == num
+        assert result["kept_bytes"] > 0
+        assert result["peak_bytes"] <= result["budget_bytes"]
+
+
 @pytest.mark.parametrize("plan", ["recompute", "balanced"])
 def test_two_stages_of_one_attach_have_the_right_gradients(plan: str, results: Results) -> None:
     """Fetches are then guessed in an order that is not that of backward, so some come twice."""
