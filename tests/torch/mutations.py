@@ -177,7 +177,7 @@ MUTATIONS = (
              "and self._may_be_written(node, tensor):",
              "and False:"),
     Mutation(3, "a parameter is known by a storage that it stood on before", "parameters.py",
-             "return tensor if tensor is not None and storage_key(tensor) == key else None",
+             "return tensor if tensor is not None and _key_of(tensor) == key else None",
              "return tensor"),
     Mutation(11, "a script takes over other numbers", "tape.py",
              "return not isinstance(given, Tensor) and is_same_number(known, given)",
