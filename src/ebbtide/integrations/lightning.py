@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from ebbtide.integrations.figures import figures_of
 from ebbtide.plan import Decision, Plan
@@ -41,6 +42,7 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         min_bytes: Smaller activations are never moved.
         compile: Compile each block.
         sanitize: Compare everything that comes back with what was saved.
+        ranks: With a budget: a process group whose ranks get one plan.
 
     Raises:
         EbbtideError: From `fit`, where `attach` raises it: a model that checkpoints itself or is
@@ -62,6 +64,7 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
         min_bytes: int = MIN_BYTES,
         compile: bool | str = False,
         sanitize: bool = False,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         self.tide: Tide | None = None
         self._is_open = False
@@ -78,6 +81,7 @@ class EbbtideCallback(Callback):  # pyright: ignore[reportUntypedBaseClass]
             "min_bytes": min_bytes,
             "compile": compile,
             "sanitize": sanitize,
+            "ranks": ranks,
         }
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import transformers
 from torch import nn
+from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback
 
 from ebbtide.errors import RuntimeStateError
@@ -59,6 +60,7 @@ class EbbtideCallback(TrainerCallback):
         min_bytes: Smaller activations are never moved.
         compile: Compile each block.
         sanitize: Compare everything that comes back with what was saved.
+        ranks: With a budget: a process group whose ranks get one plan.
 
     Raises:
         ValueError: From the trainer's constructor, or from `train()` where the callback was added
@@ -83,6 +85,7 @@ class EbbtideCallback(TrainerCallback):
         min_bytes: int = MIN_BYTES,
         compile: bool | str = False,
         sanitize: bool = False,
+        ranks: ProcessGroup | None = None,
     ) -> None:
         check_versions("transformers", transformers.__version__)
         self.tide: Tide | None = None
@@ -99,6 +102,7 @@ class EbbtideCallback(TrainerCallback):
             "min_bytes": min_bytes,
             "compile": compile,
             "sanitize": sanitize,
+            "ranks": ranks,
         }
         self._trainer: Trainer | None = None
         _watch_training()
