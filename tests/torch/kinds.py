@@ -157,7 +157,7 @@ class Scaled(Tensor):
     extra: Tensor | None
 
     @staticmethod
-    def __new__(cls, codes: Tensor, scale: Tensor, extra: Tensor | None) -> Any:
+    def __new__(cls: Any, codes: Tensor, scale: Tensor, extra: Tensor | None) -> Any:
         return Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)  # pyright: ignore
 
     def __init__(self, codes: Tensor, scale: Tensor, extra: Tensor | None) -> None:
@@ -391,9 +391,10 @@ class Leaking(Pair):
     """Leaves two activations behind as attributes."""
 
     def forward(self, h_BTD: Tensor) -> Tensor:
-        self.sum_BTD: Tensor | None = self.first(h_BTD)
-        self.mid_BTD: Tensor | None = self.sum_BTD.tanh()
-        return h_BTD + self.second(self.mid_BTD)
+        sum_BTD = self.first(h_BTD)
+        mid_BTD = sum_BTD.tanh()
+        self.left: tuple[Tensor, Tensor] | None = (sum_BTD, mid_BTD)
+        return h_BTD + self.second(mid_BTD)
 
 
 class Collecting(nn.Module):
@@ -408,8 +409,9 @@ class Collecting(nn.Module):
             h_BTD = block(h_BTD)
         for block in self.blocks:
             found: Any = block
-            h_BTD = h_BTD + found.mid_BTD.sin() + found.sum_BTD.exp().sigmoid()
-            found.sum_BTD = found.mid_BTD = None
+            sum_BTD, mid_BTD = found.left
+            found.left = None
+            h_BTD = h_BTD + mid_BTD.sin() + sum_BTD.exp().sigmoid()
         return h_BTD
 
 
