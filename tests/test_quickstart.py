@@ -27,6 +27,7 @@ def test_no_block_is_of_another_kind() -> None:
     assert [kind for kind in kinds if kind] == ["python"] * 3 + ["sh"] * 3
 
 
+@pytest.mark.slow
 def test_the_torch_loop_moves_activations_and_changes_no_bit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -45,6 +46,7 @@ def test_the_torch_loop_moves_activations_and_changes_no_bit(
     assert words[1] in said
 
 
+@pytest.mark.slow
 def test_the_jax_stack_has_a_plan_and_the_same_gradients(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
