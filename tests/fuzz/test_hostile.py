@@ -131,6 +131,11 @@ def test_a_name_with_a_nul_is_a_file_that_is_not_there() -> None:
     assert "there is none, and the process ends" in finding.message
 
 
+def test_a_number_behind_what_only_python_calls_a_space_is_unreadable() -> None:
+    findings = check_flags({XLA_FLAGS: "--xla_gpu_memory_limit_slop_factor=\x1c95"}, None)
+    assert any(f.message.startswith("XLA cannot read") for f in findings)
+
+
 def test_layers_beyond_all_models_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     given = {"model_type": "gpt2", "n_layer": 10**9, "n_embd": 8, "n_head": 2, "vocab_size": 9}

@@ -410,7 +410,7 @@ def _unreadable(argument: Argument, wanted: str) -> FlagFinding:
 def _number(argument: Argument) -> int | None:
     text = argument.value or ""
     # XLA's own is a number of 32 or 64 bits.
-    return int(text) if re.fullmatch(r"\s*[-+]?[0-9]{1,18}", text) else None
+    return int(text) if re.fullmatch(r"[ \t-\r]*[-+]?[0-9]{1,18}", text) else None
 
 
 def _shown(argument: Argument) -> str:
