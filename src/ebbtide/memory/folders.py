@@ -4,12 +4,15 @@ A file of the disk tier has no name, and only its owner may open it. What is lef
 way to it: whoever can put another folder in place of one on it decides where activations go.
 """
 
+import logging
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from ebbtide.errors import MemoryTierError
+
+log = logging.getLogger("ebbtide")
 
 StatusOf = Callable[[str], os.stat_result]
 
@@ -20,11 +23,12 @@ _MOST_LINKS = 40
 def check_folder(
     folder: Path, *, status_of: StatusOf = os.lstat, read_link: Callable[[str], str] = os.readlink
 ) -> None:
-    """Refuse a folder that is none, or that another user could have put there.
+    """Refuse a folder that is none, or that a link of another user leads to.
 
-    Symbolic links are followed where root or this user made them. On the way no folder, and not
-    the last one, may be open to everybody's writing, unless its sticky bit keeps them from what is
-    not theirs, as in /tmp.
+    Symbolic links are followed where root or this user made them. A folder on the way, or the last
+    one, that is open to everybody's writing is warned of, unless its sticky bit keeps them from what
+    is not theirs, as in /tmp. It is used: scratch volumes of containers, of one user each, are often
+    such folders, and the file in it has no name that somebody could take.
 
     Args:
         folder: As the user named it.
@@ -33,7 +37,7 @@ def check_folder(
 
     Raises:
         MemoryTierError: The folder does not exist, is not a folder or cannot be looked at; its name
-            has `..` or a NUL; a link on the way is another user's; or everybody may write there.
+            has `..` or a NUL; or a link on the way is another user's.
     """
     place = f"disk folder {str(folder)!r}"
     if "\0" in str(folder):
@@ -79,7 +83,7 @@ def _walk(
         found = status_of(here)
         if not stat.S_ISLNK(found.st_mode):
             at = here
-            _refuse_open_to_all(found, here, place)
+            _warn_of_open_to_all(found, here, place)
             continue
         if found.st_uid not in (0, os.geteuid()):
             raise MemoryTierError(
@@ -103,10 +107,14 @@ def _names(path: str) -> list[str]:
     return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
-def _refuse_open_to_all(found: os.stat_result, here: str, place: str) -> None:
+def _warn_of_open_to_all(found: os.stat_result, here: str, place: str) -> None:
     is_open = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
     if stat.S_ISDIR(found.st_mode) and is_open:
-        raise MemoryTierError(
-            f"{place}: everybody may write to {here!r} and replace what is in it, since its sticky "
-            f"bit is not set. Set it (chmod +t {here}), or name a folder that is yours."
+        log.warning(
+            "%s: everybody may write to %r and replace what is in it, since its sticky bit is not "
+            "set. Where others use this machine, set it (chmod +t %s), or name a folder that is "
+            "yours.",
+            place,
+            here,
+            here,
         )
