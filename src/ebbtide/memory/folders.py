@@ -25,10 +25,10 @@ def check_folder(
 ) -> None:
     """Refuse a folder that is none, or that a link of another user leads to.
 
-    Symbolic links are followed where root or this user made them. A folder on the way, or the last
-    one, that is open to everybody's writing is warned of, unless its sticky bit keeps them from what
-    is not theirs, as in /tmp. It is used: scratch volumes of containers, of one user each, are often
-    such folders, and the file in it has no name that somebody could take.
+    Symbolic links are followed where root or this user made them. A folder on the way, or the
+    last one, that is open to everybody's writing is warned of, unless its sticky bit keeps them
+    from what is not theirs, as in /tmp. It is used: scratch volumes of containers, of one user
+    each, are often such folders, and the file in it has no name that somebody could take.
 
     Args:
         folder: As the user named it.
