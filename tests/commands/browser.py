@@ -140,7 +140,7 @@ def started(folder: Path) -> Generator[Browser]:
     options.set_capability("goog:loggingPrefs", {"performance": "ALL", "browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=Service(shutil.which(DRIVER)))
     try:
-        driver.set_script_timeout(60)
+        driver.set_script_timeout(300)
         yield Browser(driver)
     finally:
         driver.quit()
