@@ -35,6 +35,9 @@ def run_tiny(**environment: str) -> str:
     return finished.stdout
 
 
+MOVED = r"moved out [1-9]\S* MiB in [1-9]\d* copies, in [1-9]\S* MiB in [1-9]"
+
+
 def losses(printed: str) -> list[str]:
     return re.findall(r"^step \d+: loss (\S+)$", printed, re.MULTILINE)
 
@@ -45,8 +48,11 @@ def test_the_example_moves_activations_and_has_the_losses_of_plain_training() ->
     assert len(losses(printed)) == 5
     assert losses(printed) == losses(plain)
     assert float(losses(printed)[-1]) < float(losses(printed)[0])
-    assert re.search(r"plan lp: \d+ keep, \d+ disk", printed)
-    assert re.search(r"moved out [1-9]\S* MiB, in [1-9]\S* MiB", printed)
+    # The disk at hand decides whether the plan moves or recomputes.
+    (plan,) = re.findall(r"^plan lp: .*", printed, re.MULTILINE)
+    assert re.search(r"[1-9]\d* recompute \([1-9]", plan)
+    if "disk" in plan:
+        assert re.search(MOVED, printed)
     assert "ebbtide keeps everything: no hook is installed" in plain
 
 
@@ -89,7 +95,7 @@ def test_examples_for_other_stacks_have_the_losses_of_plain_training(
     plain = run_example(name, EBBTIDE_DISABLE="1")
     assert len(losses(printed)) == 6
     assert losses(printed) == losses(plain)
-    assert re.search(r"moved out [1-9]\S* MiB, in [1-9]\S* MiB", printed)
+    assert re.search(MOVED, printed)
     assert "ebbtide keeps everything: no hook is installed" in plain
 
 
@@ -127,5 +133,5 @@ def test_examples_for_two_ranks_have_the_losses_of_plain_training(name: str) -> 
         assert re.search(r"plan lp: .*(disk|recompute)", printed)
         assert "of a budget of 5.0 MiB" in printed
     else:
-        assert re.search(r"moved out [1-9]\S* MiB, in [1-9]\S* MiB", printed)
+        assert re.search(MOVED, printed)
     assert "ebbtide keeps everything: no hook is installed" in plain

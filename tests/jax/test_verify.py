@@ -136,7 +136,8 @@ def test_dropout_keys_and_masks_are_equal(dtype: Any) -> None:
     rematted = jax.checkpoint(dropout_mlp, policy=OFFLOAD_H, prevent_cse=False)
     report = verify(dropout_mlp, rematted, params, X.astype(dtype), layers=3)
     assert report.equal
-    assert report.largest_difference <= 2 * jnp.finfo(dtype).eps * 4
+    # A rounding or two of values up to 10: how sums are split depends on the machine.
+    assert report.largest_difference <= 64 * jnp.finfo(dtype).eps
 
 
 def test_the_simulated_scan_is_equal_without_its_fault() -> None:

@@ -14,6 +14,7 @@ from ebbtide.compare.jax.names import parse_strategies as parse_in_jax
 from ebbtide.compare.jax.request import JaxRequest, check_jax_request, refuse_options_of_torch
 from ebbtide.compare.names import DEFAULT_STRATEGIES, is_ours, parse_strategies
 from ebbtide.compare.options import (
+    MODELS_HELP,
     BatchOption,
     ContextOption,
     DeviceOption,
@@ -21,7 +22,6 @@ from ebbtide.compare.options import (
     HostOption,
     JsonOption,
     LayersOption,
-    ModelOption,
     SeedOption,
     TextOption,
 )
@@ -42,7 +42,13 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
-    model: ModelOption = "smollm2",
+    model: Annotated[
+        str,
+        typer.Option(
+            help=f"{MODELS_HELP} With --framework jax: smollm2-135m, llama-8b-shape, "
+            "deepseek-moe-shape, llama-tiny-shape, deepseek-tiny-shape, or a Llama's folder."
+        ),
+    ] = "smollm2",
     layers: LayersOption = None,
     context: ContextOption = None,
     batch: BatchOption = 1,

@@ -5,15 +5,11 @@ from typing import Annotated
 
 import typer
 
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        help="smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, qwen3-14b-shape, "
-        "moe-shape, or a folder or hub name that transformers can read. With --framework jax: "
-        "smollm2-135m, llama-8b-shape, deepseek-moe-shape, llama-tiny-shape, deepseek-tiny-shape, "
-        "or a Llama's folder."
-    ),
-]
+MODELS_HELP = (
+    "smollm2 (pre-trained SmolLM2-135M), gpt2, llama-8b-shape, qwen3-14b-shape, moe-shape, or a "
+    "folder or hub name that transformers can read."
+)
+ModelOption = Annotated[str, typer.Option(help=MODELS_HELP)]
 LayersOption = Annotated[
     int | None, typer.Option(help="Blocks of one of the shapes. Default: 8, of the tiny ones less.")
 ]
