@@ -1,8 +1,7 @@
-"""`attach`: two lines that make a model's activations ebb and flow.
+"""`attach`: two lines that make a model's activations ebb and flow."""
 
-Over 600 lines, near half of them docstrings: `attach` and the handle that it returns are one
-interface, and what makes the handle of the arguments stands beside them.
-"""
+# Over 600 lines, near half of them docstrings: `attach` and the handle that it returns are one
+# interface, and what makes the handle of the arguments stands beside them.
 
 from __future__ import annotations
 
