@@ -56,10 +56,10 @@ def test_the_example_moves_activations_and_has_the_losses_of_plain_training() ->
     assert "ebbtide keeps everything: no hook is installed" in plain
 
 
-def run_example(name: str, **environment: str) -> str:
-    """Run an example on the CPU; return what it printed."""
+def run_example(name: str, *launch: str, **environment: str) -> str:
+    """Run an example on the CPU, by the Python options `launch`; return what it printed."""
     finished = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name)],
+        [sys.executable, *launch, str(ROOT / "examples" / name)],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
@@ -99,33 +99,14 @@ def test_examples_for_other_stacks_have_the_losses_of_plain_training(
     assert "ebbtide keeps everything: no hook is installed" in plain
 
 
-def run_ranks(name: str, **environment: str) -> str:
-    """Run an example in two ranks on the CPU; return what they printed."""
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    finished = subprocess.run(
-        [sys.executable, *launch, str(ROOT / "examples" / name)],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-            ),
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            **environment,
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+IN_TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train_ddp.py", "train_fsdp2.py"])
 def test_examples_for_two_ranks_have_the_losses_of_plain_training(name: str) -> None:
-    printed = run_ranks(name)
-    plain = run_ranks(name, EBBTIDE_DISABLE="1")
+    printed = run_example(name, *IN_TWO_RANKS)
+    plain = run_example(name, *IN_TWO_RANKS, EBBTIDE_DISABLE="1")
     assert len(losses(printed)) == 6
     assert losses(printed) == losses(plain)
     if name == "train_ddp.py":

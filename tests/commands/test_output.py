@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.commands.output import echo, printable
+from ebbtide.commands.output import echo, printable, write_file
 from ebbtide.errors import ExitCode
 from tests.commands.test_trace import run
 from tests.trace.chrome import IN, copy, kernel, text_of
@@ -35,3 +35,15 @@ def test_a_trace_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in finished.stdout + finished.stderr
     # The note quotes the name.
     assert r"\x1b[2Jgemm\ud800" in finished.stderr
+
+
+def test_a_file_that_cannot_be_written_is_named_with_its_option(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    write_file("--out", path, lambda: path.write_text("{}"))
+    assert path.read_text() == "{}"
+    missing = tmp_path / "none" / "out.json"
+    with pytest.raises(ValueError) as caught:
+        write_file("--out", missing, lambda: missing.write_text("{}"))
+    assert str(caught.value) == (
+        f"--out {missing}: the file cannot be written (No such file or directory); name another"
+    )

@@ -33,7 +33,7 @@ from ebbtide.commands.estimate_arguments import (
 )
 from ebbtide.commands.estimate_json import describe_answer, describe_largest, describe_sweep
 from ebbtide.commands.estimate_report import write_answer, write_largest, write_sweep
-from ebbtide.commands.output import echo
+from ebbtide.commands.output import echo, write_file
 from ebbtide.drawing import check_picture
 from ebbtide.errors import ExitCode
 from ebbtide.estimate.answer import Answer, make_answer
@@ -322,12 +322,7 @@ def _run(task: _Task, largest: str | None, what_if: str | None, *, is_json: bool
 def _draw(path: Path | None, draw: Callable[[Path], None]) -> None:
     if path is None:
         return
-    try:
-        draw(path)
-    except OSError as error:
-        raise ValueError(
-            f"--picture {path}: the file cannot be written ({error.strerror}); name another"
-        ) from error
+    write_file("--picture", path, lambda: draw(path))
     echo(f"ebbtide estimate: wrote {path}", err=True)
 
 

@@ -1,6 +1,8 @@
-"""Print to a terminal what may hold names out of files that somebody else made."""
+"""What commands print, of names too that somebody else chose, and the files that they write."""
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import typer
 
@@ -17,3 +19,17 @@ def printable(text: str) -> str:
 def echo(text: str, *, err: bool = False) -> None:
     """Print a line, of which names can neither steer the terminal nor stop the program."""
     typer.echo(printable(text), err=err)
+
+
+def write_file(option: str, path: Path, write: Callable[[], object]) -> None:
+    """Write a file that the user asked for with `option`.
+
+    Raises:
+        ValueError: It cannot be written.
+    """
+    try:
+        write()
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: the file cannot be written ({error.strerror}); name another"
+        ) from error

@@ -27,7 +27,7 @@ from ebbtide.commands.arguments import (
     read_workload,
 )
 from ebbtide.commands.check_report import write_check
-from ebbtide.commands.output import echo
+from ebbtide.commands.output import echo, write_file
 from ebbtide.commands.plan_json import describe_check, describe_outcome, describe_sweep
 from ebbtide.commands.plan_report import write_report
 from ebbtide.commands.sweep_report import write_sweep
@@ -303,13 +303,9 @@ def _sweep(task: _Task, num: int, plot: Path | None) -> None:
 
 def _write(option: str, path: Path, write: Callable[[], object]) -> None:
     try:
-        write()
-    except OSError as error:
-        _refuse(
-            ValueError(
-                f"{option} {path}: the file cannot be written ({error.strerror}); name another"
-            )
-        )
+        write_file(option, path, write)
+    except ValueError as error:
+        _refuse(error)
     _say(f"wrote {path}")
 
 

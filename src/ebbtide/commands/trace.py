@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from ebbtide.commands.arguments import read_machine, read_plan, read_workload
-from ebbtide.commands.output import echo
+from ebbtide.commands.output import echo, write_file
 from ebbtide.commands.record import (
     AFTER_DASHES,
     CommandAfterDashes,
@@ -166,13 +166,9 @@ def trace(
 
 def _write(option: str, path: Path, write: Callable[[], object]) -> None:
     try:
-        write()
-    except OSError as error:
-        _refuse(
-            ValueError(
-                f"{option} {path}: the file cannot be written ({error.strerror}); name another"
-            )
-        )
+        write_file(option, path, write)
+    except ValueError as error:
+        _refuse(error)
     _say(f"wrote {path}")
 
 

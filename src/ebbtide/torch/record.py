@@ -5,6 +5,9 @@ in it: every tensor that is wanted is a layout over a node's storage. A node is 
 evicted) or made again by replaying its call from its inputs. Records refer to nodes by number,
 so there are no reference cycles: a record dies with the last autograd node that saved
 something in it (design rule 4), and takes its device copies and places along.
+
+A little longer than most modules: what a node is stored as, and how it is made again and checked,
+read the same graph.
 """
 
 import enum
