@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -31,6 +32,7 @@ from ebbtide.torch.internals import compiled_call_of
 from ebbtide.torch.parameters import Parameters
 from ebbtide.torch.record import Record
 from ebbtide.torch.rerun import Rerun
+from ebbtide.torch.stopwatch import Stopwatch
 from ebbtide.workload import BackwardEvent
 from tests.torch.models import WIDTH, Gated, Stack
 from tests.torch.models import gpt2 as build_gpt2
@@ -303,6 +305,35 @@ def test_one_block_of_each_kind_saves_all_it_could_while_it_is_measured(
     wide_bytes = 2 * NUM_STREAM_BYTES
     one_step = [("blocks.4", wide_bytes)] * 2 + [("blocks.5", wide_bytes)] * 2
     assert packed == one_step * 2
+
+
+def test_what_waits_in_host_memory_is_freed_after_the_step_that_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free it takes the CPU's time, which would be measured as the block's."""
+    waiting: list[weakref.ref[Any]] = []
+    num_waiting: list[int] = []
+    pack, end_backward = StashingSet.pack, Stopwatch.end_backward
+
+    def note(self: StashingSet, tensor: Tensor) -> Any:
+        held = pack(self, tensor)
+        if isinstance(held, Stashed):
+            waiting.append(weakref.ref(held.stash))
+        return held
+
+    def count(self: Stopwatch) -> None:
+        if self.is_running:
+            num_waiting.append(len({id(stash()) for stash in waiting if stash() is not None}))
+        end_backward(self)
+
+    monkeypatch.setattr(StashingSet, "pack", note)
+    monkeypatch.setattr(Stopwatch, "end_backward", count)
+    model = seeded(build)
+    with attach(model, budget="1GiB", disk=f"{tmp_path}:200MiB", compile="aot_eager"):
+        train(model, wide_step, num_steps=4)
+    # Gate and up of the last block.
+    assert num_waiting == [2]
+    assert not any(stash() for stash in waiting)
 
 
 @pytest.mark.parametrize("rows", [(2, 2, 16, 16), (16, 16, 4, 4)])

@@ -263,6 +263,11 @@ class StashingSet(SavedSet):
             stash.num_packs += 1
             return Stashed(self.record, stash, Layout.of(tensor))
 
+    @property
+    def stashes(self) -> tuple[object, ...]:
+        """What waits in host memory."""
+        return tuple(self._stashes.values())
+
     def forget(self) -> None:
         """Let go of all that was only needed during the forward."""
         super().forget()

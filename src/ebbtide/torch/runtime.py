@@ -435,6 +435,7 @@ class Runtime:
             forward.timing.end_forward()
             if isinstance(tape, StashingSet):
                 forward.timing.saved_bytes = tape.saved_bytes
+                forward.timing.waiting = tape.stashes
         tape.take_off()
         self._local.forward = None
         with self._lock, torch.no_grad(), pause_autocast():

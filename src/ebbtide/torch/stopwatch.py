@@ -101,6 +101,10 @@ class BlockTiming:
         """Local name to bytes of what a sample has made and saved."""
         self.is_sample = False
         """The compiled block saves all that it could."""
+        self.waiting: tuple[object, ...] = ()
+        """What a sample has waiting in host memory. To free GiBs there takes the CPU longer than it
+        is ahead of the device: autograd would do so in the midst of what is timed, as it lets go of
+        what it saved."""
         self.other_gradient_bytes = 0
         """What other parameters had then, beyond what was there before the step."""
         self._meter = meter
