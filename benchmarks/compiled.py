@@ -15,6 +15,8 @@ import argparse
 import contextlib
 import gc
 import json
+import re
+import shlex
 import statistics
 import sys
 import tempfile
@@ -216,7 +218,7 @@ def main() -> None:
         "python": sys.version.split()[0],
         "date": time.strftime("%Y-%m-%d"),
         "layers": options.layers,
-        "command": "PYTHONPATH=src python3 benchmarks/compiled.py --out benchmarks/results",
+        "command": _command(),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -240,6 +242,14 @@ def main() -> None:
                 rows.append(row)
                 print(_line(row, rows), flush=True)
                 write(facts, rows, options.out)
+
+
+def _command() -> str:
+    """Return what was asked for, but for where the files go."""
+    asked = shlex.join(sys.argv[1:])
+    asked = re.sub(r"--(out|plans) \S+ ?", "", asked).strip()
+    return " ".join(filter(None, ["PYTHONPATH=src python3 benchmarks/compiled.py", asked,
+                                  "--out benchmarks/results"]))  # fmt: skip
 
 
 def write(facts: dict[str, Any], rows: list[dict[str, Any]], folder: Path) -> None:
