@@ -1,6 +1,7 @@
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -310,6 +311,25 @@ def test_a_file_system_that_cannot_allocate_ahead_is_used_without(
         # The file has its full length, though nothing was written.
         assert store.read(region, bytearray(1000)).exception() is None
         assert write_and_read(store, region, numbered(1000)) == numbered(1000)
+
+
+class Bytes(bytearray):
+    """Memory whose end can be noted."""
+
+
+def test_the_memory_is_let_go_before_the_copy_is_told_done(tmp_path: Path) -> None:
+    """Whoever waited makes other memory then, and the two together would be over the peak."""
+    calls, is_there = HeldFileCalls(), list[bool]()
+    with DiskStore(in_folder(tmp_path, CAP_BYTES), calls=calls) as store:
+        store.reserve(CAP_BYTES)
+        region, memory = taken(store, 4096), Bytes(4096)
+        known = weakref.ref(memory)
+        future = store.write(region, memoryview(memory))
+        future.add_done_callback(lambda _: is_there.append(known() is not None))
+        del memory
+        calls.released.set()
+        future.result()
+    assert is_there == [False]
 
 
 def test_a_failing_copy_is_told_by_its_future(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, final
@@ -323,6 +323,9 @@ class DiskStore:
             copy_part(part, piece)
         except BaseException as raised:
             error = raised
+        # Whoever waits counts on its memory being free, and the executor holds arguments longer.
+        with suppress(BufferError):  # the traceback of an error may use it
+            piece.release()
         copy.end_part(error)
 
     def _write_part(self, part: Part, piece: memoryview) -> None:
