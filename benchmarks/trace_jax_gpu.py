@@ -1,0 +1,141 @@
+"""Record three steps of an offloaded scan in JAX under jax.profiler, and hold them against counts.
+
+    PYTHONPATH=src:. python3 benchmarks/trace_jax_gpu.py --out FOLDER
+
+Four layers of an MLP, 2048 wide, bf16, 8192 tokens; the input of each layer and the product before
+its activation function are offloaded with `save_and_offload_only_these_names`. The trace must show
+that every step copies these bytes out and back in, in pinned memory. Writes `jax-offload.xplane.pb`
+into the folder, and ends with 1 where the figures differ. `--tiny` tries the program itself where
+there is no GPU, and then finds no device and ends with 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.jax_llama_shape import OVERLAP
+from ebbtide.trace import analyse, read_trace
+from ebbtide.trace.findings import LARGE_BYTES, find
+
+# D model width, F width of the MLP, L layers, T tokens
+NUM_STEPS = 3
+NUM_WARM_UP = 3
+LAYERS = 4
+OFFLOADED = ("layer_input", "wide")
+BYTES_OF_BF16 = 2
+
+
+def make_step(width_D: int, num_tokens_T: int) -> tuple[Any, Any, Any]:
+    """Return the step, and its parameters and input."""
+    import jax
+    import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    def block(params: Any, x_TD: Any) -> Any:
+        x_TD = checkpoint_name(x_TD, "layer_input")
+        wide_TF = checkpoint_name(x_TD @ params["up"], "wide")
+        return x_TD + jax.nn.gelu(wide_TF) @ params["down"]
+
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(OFFLOADED),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    body = jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+    def loss(params: Any, x_TD: Any) -> Any:
+        y_TD, _ = jax.lax.scan(lambda h, p: (body(p, h), None), x_TD, params)
+        return jnp.mean(y_TD.astype(jnp.float32) ** 2)
+
+    up, down, start = jax.random.split(jax.random.key(0), 3)
+    shape = (LAYERS, width_D, 4 * width_D)
+    params = {
+        "up": 0.02 * jax.random.normal(up, shape, jnp.bfloat16),
+        "down": 0.02 * jax.random.normal(down, (LAYERS, 4 * width_D, width_D), jnp.bfloat16),
+    }
+    x_TD = jax.random.normal(start, (num_tokens_T, width_D), jnp.bfloat16)
+    return jax.jit(jax.grad(loss)), params, x_TD
+
+
+def record(step: Any, params: Any, x_TD: Any, path: Path) -> None:
+    """Write the `xplane.pb` of some steps; the program's text and Python's calls stay out of it."""
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 1
+    options.enable_hlo_proto = False
+    with tempfile.TemporaryDirectory() as folder:
+        jax.profiler.start_trace(folder, profiler_options=options)
+        for number in range(NUM_STEPS):
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                jax.block_until_ready(step(params, x_TD))
+        jax.profiler.stop_trace()
+        (found,) = Path(folder).glob("plugins/profile/*/*.xplane.pb")
+        shutil.copyfile(found, path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    width_D, num_tokens_T = (64, 128) if given.tiny else (2048, given.tokens)
+    # XLA reads them once, when jax is imported.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {' '.join(OVERLAP)}".strip()
+    import jax
+
+    step, params, x_TD = make_step(width_D, num_tokens_T)
+    for _ in range(NUM_WARM_UP):
+        jax.block_until_ready(step(params, x_TD))
+    path = given.out / "jax-offload.xplane.pb"
+    record(step, params, x_TD, path)
+    trace = read_trace(path)
+    num_bytes = path.stat().st_size
+    print(f"{path}: {num_bytes} bytes, {trace.num_events} events, notes {trace.notes}")
+    if not trace.devices:
+        return 1
+    seen = analyse(trace.devices[0].timeline)
+    # Of each layer, its input and the product of four times its width.
+    expected_bytes = NUM_STEPS * LAYERS * num_tokens_T * 5 * width_D * BYTES_OF_BF16
+    result: dict[str, Any] = {
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+        "xla_flags": os.environ["XLA_FLAGS"],
+        "steps": [(s.name, (s.end_ns - s.start_ns) / 1e6) for s in seen.steps],
+        "compute_busy_ms": seen.compute_busy_ns / 1e6,
+        "idle_ms": {reason.value: ns / 1e6 for reason, ns in seen.idle_by_reason_ns.items()},
+        "compute_lost_ms": seen.compute_lost_ns / 1e6,
+        "findings": [f.evidence for f in find(trace.devices[0], seen)],
+        "expected_bytes": expected_bytes,
+    }
+    is_right = True
+    for word, figures in (("out", seen.copy_out), ("in", seen.copy_in)):
+        result[f"copy_{word}"] = {
+            "num_copies": figures.num_copies,
+            "bytes": figures.num_bytes,
+            "pinned_bytes": figures.pinned_bytes,
+            "gb_per_s": figures.gb_per_s,
+            "hidden_ms": figures.hidden_ns / 1e6,
+            "exposed_ms": figures.exposed_ns / 1e6,
+        }
+        # Beside what is offloaded there may be scalars.
+        is_right &= 0 <= figures.num_bytes - expected_bytes < LARGE_BYTES
+        is_right &= figures.pinned_bytes >= expected_bytes
+    result["moved"] = [(m.lane.value, m.name, m.num_copies, m.num_bytes) for m in seen.moved]
+    print(json.dumps(result, indent=2))
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
