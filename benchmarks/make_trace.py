@@ -202,7 +202,9 @@ def write_nsys(path: Path, num_rows: int) -> None:
         CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT NULL,
           deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL,
           correlationId INTEGER, globalPid INTEGER, demangledName INTEGER NOT NULL,
-          shortName INTEGER NOT NULL, graphNodeId INTEGER);
+          shortName INTEGER NOT NULL, graphNodeId INTEGER, gridX INTEGER NOT NULL,
+          gridY INTEGER NOT NULL, gridZ INTEGER NOT NULL, blockX INTEGER NOT NULL,
+          blockY INTEGER NOT NULL, blockZ INTEGER NOT NULL);
         CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER NOT NULL, end INTEGER NOT NULL,
           deviceId INTEGER NOT NULL, contextId INTEGER NOT NULL, streamId INTEGER NOT NULL,
           correlationId INTEGER, globalPid INTEGER, bytes INTEGER NOT NULL,
@@ -220,7 +222,8 @@ def write_nsys(path: Path, num_rows: int) -> None:
     num_kernels = num_rows * KERNELS_PER_COPY // (2 * KERNELS_PER_COPY + 2)
     period = KERNEL_US * 1000
     database.executemany(
-        "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, 0, 1, 7, ?, ?, ?, ?, NULL)",
+        "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL "
+        "VALUES (?, ?, 0, 1, 7, ?, ?, ?, ?, NULL, 64, 32, 1, 128, 1, 1)",
         (
             (i * period + 10**5, (i + 1) * period + 95_000, i, pid, i % 40, i % 40)
             for i in range(num_kernels)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.llama_shape import make_model, strategy
 from ebbtide.trace import analyse, read_trace
@@ -48,9 +48,9 @@ def main() -> int:
             step()
         before = None if tide is None else tide.statistics()
         with profile(activities=activities, profile_memory=True) as recorded:
-            for _ in range(NUM_STEPS):
-                step()
-                recorded.step()
+            for number in range(NUM_STEPS):
+                with record_function(f"step {number}"):
+                    step()
             if not options.tiny:
                 torch.cuda.synchronize()
         after = None if tide is None else tide.statistics()

@@ -76,7 +76,7 @@ def test_json_form_names_its_format_version_and_lanes() -> None:
     spans = form.pop("spans")
     assert form == {
         "format": "ebbtide-timeline",
-        "version": 2,
+        "version": 3,
         "source": "simulated",
         "peak_bytes": 99,
     }
@@ -89,6 +89,7 @@ def test_json_form_names_its_format_version_and_lanes() -> None:
         "stream": "",
         "host_memory": "",
         "queued_ns": 0,
+        "launch": "",
     }
 
 
@@ -111,12 +112,23 @@ def test_version_1_knew_neither_streams_nor_host_memory() -> None:
     def age(form: dict[str, Any]) -> None:
         form["version"] = 1
         for span in form["spans"]:
-            for field in ("stream", "host_memory", "queued_ns"):
+            for field in ("stream", "host_memory", "queued_ns", "launch"):
                 del span[field]
 
     assert Timeline.from_json(form_with(age)) == a_timeline()
     aged_wrongly = form_with(lambda form: form.update(version=1))
     assert message_of(aged_wrongly).startswith("spans[0]: unknown field 'host_memory'; valid names")
+
+
+def test_version_2_knew_no_launches() -> None:
+    def age(form: dict[str, Any]) -> None:
+        form["version"] = 2
+        for span in form["spans"]:
+            del span["launch"]
+
+    assert Timeline.from_json(form_with(age)) == a_timeline()
+    aged_wrongly = form_with(lambda form: form.update(version=2))
+    assert message_of(aged_wrongly).startswith("spans[0]: unknown field 'launch'; valid names")
 
 
 def test_what_a_trace_knows_reads_back() -> None:
@@ -128,6 +140,7 @@ def test_what_a_trace_knows_reads_back() -> None:
         stream="7",
         host_memory=HostMemory.PINNED,
         queued_ns=4,
+        launch="8x1x1 blocks of 128x1x1",
     )
     timeline = Timeline(source="", spans=(span,), peak_bytes=0)
     assert Timeline.from_json(timeline.to_json()).spans == (span,)
@@ -165,10 +178,10 @@ def test_another_format_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("version", [3, 0, "1", True, None])
+@pytest.mark.parametrize("version", [4, 0, "1", True, None])
 def test_another_version_is_refused(version: object) -> None:
     assert message_of(form_with(lambda form: form.update(version=version))) == (
-        f"the file's version is {version!r}; this ebbtide reads versions 1 to 2 of "
+        f"the file's version is {version!r}; this ebbtide reads versions 1 to 3 of "
         "'ebbtide-timeline' only. Write the file again with this ebbtide."
     )
 

@@ -21,9 +21,10 @@ from ebbtide.forms import (
 from ebbtide.naming import unknown_name_message
 
 TIMELINE_FORMAT = "ebbtide-timeline"
-TIMELINE_VERSION = 2
+TIMELINE_VERSION = 3
 
 _SINCE_2 = frozenset({"stream", "host_memory", "queued_ns"})
+_SINCE_3 = frozenset({"launch"})
 
 
 @enum.unique
@@ -86,6 +87,8 @@ class Span:
     """For a copy, what the host's side of it was."""
     queued_ns: int = 0
     """How long before `start_ns` the CPU asked for it; 0: unknown."""
+    launch: str = ""
+    """For a kernel, the shapes of its grid and of a block; empty: unknown."""
 
     def __post_init__(self) -> None:
         # Traces have millions of spans: the messages are only made where there is a fault.
@@ -149,6 +152,7 @@ class Timeline:
                     "stream": span.stream,
                     "host_memory": span.host_memory.value,
                     "queued_ns": span.queued_ns,
+                    "launch": span.launch,
                 }
                 for span in self.spans
             ],
@@ -180,23 +184,28 @@ class Timeline:
 def _read_span(value: object, version: int, *, where: str) -> Span:
     record = read_record(value, where=where)
     fields = set(Span.__dataclass_fields__)
-    refuse_unknown_fields(record, fields if version > 1 else fields - _SINCE_2, where=where)
+    fields -= (_SINCE_2 if version < 2 else frozenset()) | (
+        _SINCE_3 if version < 3 else frozenset()
+    )
+    refuse_unknown_fields(record, fields, where=where)
     lane = _read_choice(record, "lane", tuple(member.value for member in Lane), where=where)
-    since_2: dict[str, Any] = {}
-    if version > 1:
+    since: dict[str, Any] = {}
+    if version >= 2:
         memories = tuple(member.value for member in HostMemory)
-        since_2["stream"] = read_text(record, "stream", where=where)
-        since_2["host_memory"] = HostMemory(
+        since["stream"] = read_text(record, "stream", where=where)
+        since["host_memory"] = HostMemory(
             _read_choice(record, "host_memory", memories, where=where)
         )
-        since_2["queued_ns"] = read_int(record, "queued_ns", where=where)
+        since["queued_ns"] = read_int(record, "queued_ns", where=where)
+    if version >= 3:
+        since["launch"] = read_text(record, "launch", where=where)
     return Span(
         lane=Lane(lane),
         name=read_text(record, "name", where=where),
         start_ns=read_int(record, "start_ns", where=where),
         end_ns=read_int(record, "end_ns", where=where),
         num_bytes=read_int(record, "num_bytes", where=where),
-        **since_2,
+        **since,
     )
 
 

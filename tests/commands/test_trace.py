@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ebbtide.commands.trace import register
 from ebbtide.errors import ExitCode, TraceError
 from ebbtide.planner import named_plan
-from tests.trace.chrome import OUT, a_step, complete, copy, kernel, text_of, write
+from tests.trace.chrome import OUT, a_step, complete, copy, kernel, mark, text_of, write
 from tests.two_blocks import MACHINE, two_blocks
 
 SLOW = replace(MACHINE, out_bytes_per_s=10**8, in_bytes_per_s=10**8, both_bytes_per_s=10**8)
@@ -81,6 +81,32 @@ def test_text_has_them_too(step_file: Path) -> None:
     ]
     assert "idle ms by what was waited for: 0.02 copy-in, 0.01 copy-out" in lines
     assert "  at 0.04 ms for 0.03: copy-in, h.0.input" in lines
+
+
+def test_steps_that_nobody_marked_are_told(tmp_path: Path) -> None:
+    unmarked = write(tmp_path / "unmarked.json", kernel("gemm", 0, 50_000))
+    assert run_json(unmarked)["gpus"][0]["steps"] == []
+    assert "\nno steps are marked. To have figures of each step, " in run(unmarked).stdout
+    marked = write(tmp_path / "marked.json", mark("step 4", 0, 50_000), kernel("gemm", 0, 50_000))
+    assert "no steps are marked" not in run(marked).stdout
+
+
+def test_a_kernel_beside_copies_is_told_with_its_launch(tmp_path: Path) -> None:
+    def report(beside_ns: int) -> tuple[str, list[dict[str, Any]]]:
+        shape = {"grid": [2, 66, 1], "block": [384, 1, 1]}
+        alone = [kernel("gemm", at, at + 100_000, **shape) for at in (0, 100_000, 200_000)]
+        beside = kernel("gemm", 300_000, 300_000 + beside_ns, **shape)
+        path = write(tmp_path / "trace.json", *alone, beside, copy(OUT, 300_000, 500_000, 8))
+        (line,) = (x for x in run(path).stdout.splitlines() if x.startswith("compute beside"))
+        return line, run_json(path)["gpus"][0]["slowdowns"]
+
+    line, (slowdown,) = report(120_000)
+    assert line == "compute beside copies took 0.02 ms more: 0.02 gemm"
+    assert slowdown == {
+        **{"kernel": "gemm", "launch": "2x66x1 blocks of 384x1x1", "num_beside": 1},
+        **{"num_alone": 3, "median_alone_ms": 0.1, "beside_ms": 0.12, "extra_ms": 0.02},
+    }
+    assert report(80_000)[0] == "compute beside copies took 0.02 ms less: -0.02 gemm"
 
 
 def test_findings_are_in_both(tmp_path: Path) -> None:

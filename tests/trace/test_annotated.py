@@ -112,9 +112,10 @@ def test_the_numbers_are_the_same_when_it_is_read_back(tmp_path: Path) -> None:
 
 
 spans = st.builds(
-    lambda lane, name, start, length, size, stream, memory, queued: Span(
+    lambda lane, name, start, length, size, stream, memory, queued, launch: Span(
         lane=lane, name=name, start_ns=start, end_ns=start + length, num_bytes=size,
         stream=stream, host_memory=memory, queued_ns=queued,
+        launch=launch,
     ),
     st.sampled_from(Lane),
     st.text(max_size=5),
@@ -124,6 +125,7 @@ spans = st.builds(
     st.sampled_from(["", "7", "exposed", "a b"]),
     st.sampled_from(HostMemory),
     st.integers(0, 10**6),
+    st.sampled_from(["", "8x1x1 blocks of 128x1x1"]),
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,6 +78,23 @@ def test_a_step_of_torch_becomes_lanes(tmp_path: Path) -> None:
     ]
     # The step is what the device did of it, not when the CPU was in it.
     assert times_of(trace, Lane.STEP) == [("ProfilerStep#3", 0, 100_000)]
+
+
+@pytest.mark.parametrize(
+    ("said", "launch"),
+    [
+        ({"grid": [2, 66, 1], "block": [384, 1, 1]}, "2x66x1 blocks of 384x1x1"),
+        ({"grid": [2, 66, 1]}, ""),
+        ({"grid": [2, 66], "block": [384, 1, 1]}, ""),
+        ({"grid": [2, {}, 1], "block": [384, 1, 1]}, ""),
+        ({"grid": "2", "block": 384}, ""),
+    ],
+)
+def test_a_kernel_has_the_shape_that_it_was_launched_with(
+    tmp_path: Path, said: dict[str, Any], launch: str
+) -> None:
+    trace = read(tmp_path, kernel("gemm", 0, 10, **said))
+    assert [span.launch for span in spans_of(trace, Lane.COMPUTE)] == [launch]
 
 
 def test_its_figures_are_those_worked_out_by_hand(tmp_path: Path) -> None:

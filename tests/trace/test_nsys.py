@@ -21,7 +21,8 @@ SCHEMA = {
     "StringIds": "id INTEGER PRIMARY KEY, value TEXT NOT NULL",
     "CUPTI_ACTIVITY_KIND_KERNEL": "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER,"
     " streamId INTEGER, correlationId INTEGER, globalPid INTEGER, demangledName INTEGER,"
-    " shortName INTEGER, graphNodeId INTEGER",
+    " shortName INTEGER, graphNodeId INTEGER, gridX INTEGER, gridY INTEGER,"
+    " gridZ INTEGER, blockX INTEGER, blockY INTEGER, blockZ INTEGER",
     "CUPTI_ACTIVITY_KIND_MEMCPY": "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER,"
     " streamId INTEGER, correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER,"
     " srcKind INTEGER, dstKind INTEGER, graphNodeId INTEGER",
@@ -64,7 +65,7 @@ def make(path: Path, **tables: Rows) -> Path:
 
 def kernel(start: int, end: int, name: int = 0, *, device: int = 0, pid: int = PID, asked: int = 0,
            node: int | None = None) -> list[Any]:  # fmt: skip
-    return [start, end, device, 1, 7, asked, pid, name, name, node]
+    return [start, end, device, 1, 7, asked, pid, name, name, node, 66, 2, 1, 384, 1, 1]
 
 
 def copy(
@@ -105,6 +106,7 @@ def test_a_step_becomes_lanes_with_the_figures_worked_out_by_hand(tmp_path: Path
     (device,) = trace.devices
     assert times_of(trace, Lane.COMPUTE) == [("gemm", 0, 40), ("gemm", 70, 100)]
     assert [s.queued_ns for s in spans_of(trace, Lane.COMPUTE)] == [10, 25]
+    assert {s.launch for s in spans_of(trace, Lane.COMPUTE)} == {"66x2x1 blocks of 384x1x1"}
     (out,), (back,) = spans_of(trace, Lane.COPY_OUT), spans_of(trace, Lane.COPY_IN)
     assert (out.name, out.num_bytes, out.host_memory) == ("h.0.input", 1200, HostMemory.PINNED)
     assert (back.name, back.num_bytes, back.host_memory) == (
@@ -198,7 +200,7 @@ def test_each_process_has_its_gpus(tmp_path: Path) -> None:
 
 
 def test_rows_without_times_are_left_out(tmp_path: Path) -> None:
-    rows = [kernel(0, 5), [None, 5, 0, 1, 7, 0, PID, 0, 0, None], kernel(9, 7)]
+    rows = [kernel(0, 5), [None, *kernel(0, 5)[1:]], kernel(9, 7)]
     trace = read(tmp_path, CUPTI_ACTIVITY_KIND_KERNEL=rows)
     assert times_of(trace, Lane.COMPUTE) == [("gemm", 0, 5)]
     assert trace.notes[0] == "rows without a start or an end were left out"

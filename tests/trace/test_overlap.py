@@ -248,9 +248,42 @@ def test_kernels_are_held_against_their_median_alone() -> None:
         )
     )
     assert found.slowdowns == (
-        Slowdown(name="gemm", num_beside=2, num_alone=3, median_alone_ns=10, beside_ns=25),
+        Slowdown(
+            name="gemm", launch="", num_beside=2, num_alone=3, median_alone_ns=10, beside_ns=25
+        ),
     )
     assert found.compute_lost_ns == 5
+
+
+def test_products_of_several_sizes_under_one_name_are_not_held_against_each_other() -> None:
+    """All run alone, and one of each beside a copy; long ones are 5 times the short ones."""
+    short, long = [(0, 20), (20, 41), (41, 60)], [(100, 200), (200, 301), (301, 400)]
+    found = analyse(
+        timeline(
+            *(span(Lane.COMPUTE, *run, "gemm", launch="a") for run in (*short, *long)),
+            span(Lane.COPY_OUT, 500, 700),
+            span(Lane.COMPUTE, 500, 522, "gemm", launch="a"),
+            span(Lane.COMPUTE, 550, 655, "gemm", launch="a"),
+            # As long as the short ones, but launched otherwise: it has no runs alone.
+            span(Lane.COMPUTE, 660, 680, "gemm", launch="b"),
+        )
+    )
+    about: dict[str, Any] = {"name": "gemm", "launch": "a", "num_beside": 1, "num_alone": 3}
+    assert found.slowdowns == (
+        Slowdown(**about, median_alone_ns=100, beside_ns=105),
+        Slowdown(**about, median_alone_ns=20, beside_ns=22),
+    )
+    assert found.compute_lost_ns == 5 + 2
+
+
+def test_a_run_of_half_more_than_the_next_shorter_is_of_its_kind_and_one_longer_is_not() -> None:
+    def beside_ns(length: int) -> list[int]:
+        spans = [span(Lane.COMPUTE, at, at + 10, "gemm") for at in (0, 10, 20)]
+        copied = span(Lane.COPY_IN, 30, 60), span(Lane.COMPUTE, 30, 30 + length, "gemm")
+        return [s.beside_ns for s in analyse(timeline(*spans, *copied)).slowdowns]
+
+    assert beside_ns(15) == [15]
+    assert beside_ns(16) == []
 
 
 def test_steps_have_their_own_figures() -> None:

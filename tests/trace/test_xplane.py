@@ -16,6 +16,11 @@ PS = 1000
 START_NS = 1_764_000_000_000_000_123
 
 
+KERNEL_DETAILS = (
+    "regs:32 static_shared:0 dynamic_shared:1024 grid:512,2,1 block:128,1,1 occ_pct:100"
+)
+
+
 def details(source: str, target: str, num_bytes: int) -> str:
     return f"kind_src:{source} kind_dst:{target} size:{num_bytes} dest:0 async:1"
 
@@ -32,7 +37,7 @@ def gpu_plane(number: int = 0) -> Plane:
     plane.add_line(
         "Stream #14(Compute,MemcpyD2H)",
         START_NS,
-        ("loop_fusion", 0, 40 * PS, {"hlo_op": "fusion.1"}),
+        ("loop_fusion", 0, 40 * PS, {"hlo_op": "fusion.1", "kernel_details": KERNEL_DETAILS}),
         ("MemcpyD2H", 30 * PS, 30 * PS, evict),
     )
     plane.add_line(
@@ -61,6 +66,8 @@ def test_a_step_becomes_lanes_with_the_figures_worked_out_by_hand(tmp_path: Path
     trace = read_trace(write(tmp_path / "h.xplane.pb", space(host_plane(), gpu_plane())))
     assert (trace.kind, trace.notes) == ("JAX profiler", ())
     assert times_of(trace, Lane.COMPUTE) == [("loop_fusion", 0, 40), ("gemm_fusion", 70, 100)]
+    launches = [s.launch for s in spans_of(trace, Lane.COMPUTE)]
+    assert launches == ["512x2x1 blocks of 128x1x1", ""]
     assert times_of(trace, Lane.COLLECTIVE) == [("ncclDevKernel_AllReduce", 95, 105)]
     assert times_of(trace, Lane.STEP) == [("step 7", 0, 100)]
     (out,), (back,) = spans_of(trace, Lane.COPY_OUT), spans_of(trace, Lane.COPY_IN)

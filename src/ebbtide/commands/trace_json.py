@@ -59,6 +59,7 @@ def _describe_device(device: DeviceTrace, analysis: Analysis) -> dict[str, objec
         "slowdowns": [
             {
                 "kernel": slowdown.name,
+                "launch": slowdown.launch,
                 "num_beside": slowdown.num_beside,
                 "num_alone": slowdown.num_alone,
                 "median_alone_ms": _ms(slowdown.median_alone_ns),

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Final
 
 from ebbtide.commands.trace_plot import COLORS, EXPOSED_COLOR, TITLES, Drawing, draw_trace
-from ebbtide.commands.trace_report import COMPARED
+from ebbtide.commands.trace_report import COMPARED, more_or_less
 from ebbtide.timeline import Lane
 from ebbtide.trace.builder import Trace
 from ebbtide.trace.findings import Finding
+from ebbtide.trace.names import HOW_STEPS
 from ebbtide.trace.overlap import Analysis, CopyFigures
 from ebbtide.trace.predicted import Comparison
 from ebbtide.units import format_bytes
@@ -84,9 +85,7 @@ def _page(
     yield _section("moved", "By tensor", [_moved(drawing)])
     if comparisons:
         yield _section("predicted", "Predicted and measured", _compared(trace, comparisons))
-    steps = list(_steps(trace, analyses))
-    if steps:
-        yield _section("steps", "Steps", steps)
+    yield _section("steps", "Steps", _steps(trace, analyses))
     yield _section("idle", "Where compute waited", _idle(trace, analyses))
     notes = [*trace.notes[:NUM_NOTES], *drawing.remarks[:NUM_NOTES]]
     if notes:
@@ -229,6 +228,8 @@ def _compared(trace: Trace, comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _steps(trace: Trace, analyses: Sequence[Analysis]) -> Iterator[str]:
+    if not any(analysis.steps for analysis in analyses[:MAX_GPUS]):
+        yield f"<p>{_text(_sentence(HOW_STEPS))}</p>"
     for device, analysis in list(zip(trace.devices, analyses, strict=True))[:MAX_GPUS]:
         if not analysis.steps:
             continue
@@ -264,12 +265,13 @@ def _idle(trace: Trace, analyses: Sequence[Analysis]) -> Iterator[str]:
             )
         slowdowns = [s for s in analysis.slowdowns if abs(s.extra_ns) >= LEAST_NS]
         if slowdowns:
-            yield f"<p>Compute beside copies took {_ms(analysis.compute_lost_ns)} ms more.</p>"
+            yield f"<p>Compute beside copies took {more_or_less(analysis.compute_lost_ns)}.</p>"
             yield _table(
-                ["kernel", "runs beside copies", "runs alone", "median alone ms", "more ms"],
+                ["kernel", "launch", "runs beside copies", "runs alone", "median alone ms",
+                 "more ms"],
                 [
-                    [s.name, str(s.num_beside), str(s.num_alone), f"{s.median_alone_ns / 1e6:.3f}",
-                     _ms(s.extra_ns)]
+                    [s.name, s.launch or "-", str(s.num_beside), str(s.num_alone),
+                     f"{s.median_alone_ns / 1e6:.3f}", _ms(s.extra_ns)]
                     for s in slowdowns[:NUM_SLOWDOWNS]
                 ],
             )  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Final
 from ebbtide.commands.columns import align_columns
 from ebbtide.trace.builder import Trace
 from ebbtide.trace.findings import Finding
+from ebbtide.trace.names import HOW_STEPS
 from ebbtide.trace.overlap import Analysis, CopyFigures
 from ebbtide.trace.predicted import Comparison
 from ebbtide.units import format_bytes
@@ -66,9 +67,11 @@ def _write_device(name: str, analysis: Analysis) -> Iterator[str]:
         most = ", ".join(
             f"{_ms(s.extra_ns)} {_short(s.name)}" for s in analysis.slowdowns[:NUM_SLOWDOWNS]
         )
-        yield f"compute beside copies took {_ms(analysis.compute_lost_ns)} ms more: {most}"
+        yield f"compute beside copies took {more_or_less(analysis.compute_lost_ns)}: {most}"
     if analysis.steps:
         yield from _write_steps(analysis)
+    else:
+        yield HOW_STEPS
     if analysis.windows:
         yield "longest idle windows:"
         for w in analysis.windows[:NUM_WINDOWS]:
@@ -162,6 +165,11 @@ def _write_findings(findings: Sequence[Finding]) -> Iterator[str]:
         cost = f", {_ms(finding.cost_ns)} ms" if finding.cost_ns else ""
         yield f"  {finding.code.value} ({finding.device}{cost}): {finding.evidence}."
         yield f"    {finding.advice}"
+
+
+def more_or_less(ns: int) -> str:
+    """Return a difference in ms, in words."""
+    return f"{_ms(abs(ns))} ms {'less' if ns < 0 else 'more'}"
 
 
 def _short(name: str) -> str:

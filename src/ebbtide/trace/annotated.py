@@ -167,6 +167,8 @@ def _facts(span: Span) -> dict[str, object]:
         facts["host_memory"] = span.host_memory.value
     if span.queued_ns:
         facts["queued_ns"] = span.queued_ns
+    if span.launch:
+        facts["launch"] = span.launch
     return facts
 
 
@@ -244,6 +246,7 @@ class AnnotatedReader:
                 stream=str(found.get("stream", "")),
                 host_memory=memory,
                 queued_ns=queued_ns,
+                launch=str(found.get("launch", "")),
             )
         )
 

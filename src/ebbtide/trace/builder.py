@@ -83,6 +83,8 @@ class Work(NamedTuple):
     host_memory: HostMemory = HostMemory.UNKNOWN
     correlation: int = -1
     """Of the call that asked for it; -1: unknown."""
+    launch: str = ""
+    """Of a kernel, as `name_launch` gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +294,7 @@ class TraceBuilder:
                     stream=work.stream,
                     host_memory=work.host_memory,
                     queued_ns=queued_ns,
+                    launch=work.launch,
                 )
             )
         spans += [

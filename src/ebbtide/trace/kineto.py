@@ -14,7 +14,7 @@ from ebbtide.timeline import Lane
 from ebbtide.trace.annotated import CATEGORY, HEADER, MEMORY, SHOWN, AnnotatedReader
 from ebbtide.trace.builder import Trace, TraceBuilder, Work
 from ebbtide.trace.chrome_json import EventStream, nanoseconds
-from ebbtide.trace.names import MARK, lane_of_copy, lane_of_kernel, memory_of
+from ebbtide.trace.names import MARK, lane_of_copy, lane_of_kernel, memory_of, name_launch
 
 TORCH = "PyTorch profiler"
 OTHER = "Chrome trace"
@@ -181,6 +181,7 @@ class _Reader:
                 stream=stream,
                 host_memory=memory_of(name),
                 correlation=_whole(arguments.get("correlation"), -1),
+                launch=_launch(arguments),
             )
         )
 
@@ -268,6 +269,21 @@ class _Reader:
 def _arguments(event: Event) -> dict[str, Any]:
     arguments = event.get("args")
     return cast(dict[str, Any], arguments) if isinstance(arguments, dict) else {}
+
+
+def _launch(arguments: dict[str, Any]) -> str:
+    """Return how a kernel was launched; empty: the arguments do not say."""
+    shapes: list[tuple[int, ...]] = []
+    for name in ("grid", "block"):
+        value = arguments.get(name)
+        if not isinstance(value, list) or len(cast(list[object], value)) != 3:
+            return ""
+        x, y, z = cast(list[object], value)
+        # In place of a loop: there are as many of these as kernels.
+        if type(x) is not int or type(y) is not int or type(z) is not int:
+            return ""
+        shapes.append((x, y, z))
+    return name_launch(*shapes)
 
 
 def _text(value: object) -> str:

@@ -28,6 +28,12 @@ _STEP = re.compile(
 # CUPTI adds the version of the interface: cudaMemcpy_v3020, cuMemcpyDtoH_v2.
 _VERSION = re.compile(r"_v\d+$|_ptsz$|_ptds$")
 
+HOW_STEPS: Final = (
+    "no steps are marked. To have figures of each step, give torch's profile() a schedule and call "
+    'its step(), or put record_function("step 4"), an NVTX range or JAX\'s StepTraceAnnotation '
+    "around each"
+)
+
 WAITING_CALLS: Final = frozenset(
     {
         *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
@@ -104,6 +110,12 @@ def lane_of_kernel(name: str) -> Lane:
 def plain_call(name: str) -> str:
     """Return a runtime call's name without the version that CUPTI adds."""
     return _VERSION.sub("", name)
+
+
+@lru_cache(maxsize=_NUM_CACHED)
+def name_launch(grid: tuple[int, ...], block: tuple[int, ...]) -> str:
+    """Return a text for the shape that a kernel was launched with, one object for equal shapes."""
+    return f"{'x'.join(map(str, grid))} blocks of {'x'.join(map(str, block))}"
 
 
 def step_of(name: str) -> str | None:

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ebbtide.errors import TraceError
 from ebbtide.timeline import HostMemory, Lane
 from ebbtide.trace.builder import Trace, TraceBuilder, Work
-from ebbtide.trace.names import lane_of_kernel, memory_of
+from ebbtide.trace.names import lane_of_kernel, memory_of, name_launch
 
 KIND = "Nsight Systems"
 HOW_NSYS: Final = (
@@ -207,8 +207,10 @@ class _Reader:
         known: dict[tuple[object, object], tuple[Lane, str]] = {}
         add = self._builder.add_work
         memory = HostMemory.UNKNOWN
-        for process, start, end, device, stream, correlation, short, full in self._rows(
-            KERNELS, "deviceId", "streamId", "correlationId", "shortName", "demangledName"
+        for process, start, end, device, stream, correlation, short, full, *shape in self._rows(
+            KERNELS,
+            *("deviceId", "streamId", "correlationId", "shortName", "demangledName"),
+            *("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ"),
         ):
             key = short, full
             if key not in known:
@@ -216,7 +218,13 @@ class _Reader:
                 known[key] = lane_of_kernel(name), name
             lane, name = known[key]
             asked = -1 if correlation is None else correlation
-            add(Work(process, device or 0, lane, name, start, end, 0, str(stream), memory, asked))
+            launch = "" if None in shape else name_launch(tuple(shape[:3]), tuple(shape[3:]))
+            add(
+                Work(
+                    *(process, device or 0, lane, name, start, end),
+                    *(0, str(stream), memory, asked, launch),
+                )
+            )
 
     def _read_copies(self) -> None:
         lanes = self._copy_kinds()

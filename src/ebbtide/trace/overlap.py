@@ -6,9 +6,11 @@ nanoseconds on merged intervals, so nothing is counted twice however many stream
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import attrgetter
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ import numpy.typing as npt
 from ebbtide.machine import Machine
 from ebbtide.timeline import HostMemory, Lane, Span, Timeline
 from ebbtide.trace.intervals import Intervals, Times, merge, whole
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 ON_DEVICE = (Lane.COMPUTE, Lane.COPY_OUT, Lane.COPY_IN, Lane.COLLECTIVE)
 """The lanes that a profiler sees on a device."""
@@ -84,9 +88,14 @@ class IdleWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """One kernel's runs beside copies, against its runs without."""
+    """A kernel's runs of one kind beside copies, against its runs of that kind without.
+
+    One kind has the same name and launch, and no length is more than 1.5 times the next shorter.
+    """
 
     name: str
+    launch: str
+    """Shapes of grid and block; empty: unknown."""
     num_beside: int
     """Runs with a copy beside them for at least half of their time."""
     num_alone: int
@@ -203,6 +212,7 @@ def clip(timeline: Timeline, start_ns: int, end_ns: int) -> Timeline:
             stream=span.stream,
             host_memory=span.host_memory,
             queued_ns=span.queued_ns if span.start_ns >= start_ns else 0,
+            launch=span.launch,
         )
         for span in timeline.spans
         if span.start_ns < end_ns and max(span.end_ns, span.start_ns + 1) > start_ns
@@ -370,31 +380,40 @@ class _Analyser:
         took = compute.ends_ns - compute.starts_ns
         beside = copying.overlap_ns(compute.starts_ns, compute.ends_ns)
         is_beside = (2 * beside >= took) & (took > 0)
-        names, of_name = _number(compute.spans)
+        launches, of_launch = _number((span.name, span.launch) for span in compute.spans)
+        order = np.lexsort((took, of_launch))
+        # Matrix products of all sizes may share a name and a grid: as many blocks as the device
+        # runs at once. Their lengths lie apart, further than copies slow a kernel down.
+        steps = took[order][1:] - took[order][:-1]
+        is_other = (of_launch[order][1:] != of_launch[order][:-1]) | (2 * steps > took[order][:-1])
+        borders = [0, *(np.flatnonzero(is_other) + 1).tolist(), len(order)]
         slowdowns: list[Slowdown] = []
-        order = np.argsort(of_name, kind="stable")
-        borders = np.searchsorted(of_name[order], np.arange(len(names) + 1))
-        for number, name in enumerate(names):
-            runs = order[borders[number] : borders[number + 1]]
-            alone = np.sort(took[runs][beside[runs] == 0])
+        for start, end in pairwise(borders):
+            # The shortest first.
+            runs = order[start:end]
+            alone = took[runs][beside[runs] == 0]
             slowed = took[runs][is_beside[runs]]
             if len(alone) >= MIN_ALONE and len(slowed):
+                name, launch = launches[of_launch[runs[0]]]
                 slowdowns.append(
                     Slowdown(
                         name=name,
+                        launch=launch,
                         num_beside=len(slowed),
                         num_alone=len(alone),
                         median_alone_ns=int(alone[(len(alone) - 1) // 2]),
                         beside_ns=int(slowed.sum()),
                     )
                 )
-        return tuple(sorted(slowdowns, key=lambda s: (-s.extra_ns, s.name)))
+        return tuple(
+            sorted(slowdowns, key=lambda s: (-s.extra_ns, s.name, s.launch, s.median_alone_ns))
+        )
 
     def _moved(self) -> tuple[MovedFigures, ...]:
         moved: list[MovedFigures] = []
         for lane in (Lane.COPY_OUT, Lane.COPY_IN):
             columns = self._lanes[lane]
-            names, of_name = _number(columns.spans)
+            names, of_name = _number(span.name for span in columns.spans)
             order = np.argsort(of_name, kind="stable")
             borders = np.searchsorted(of_name[order], np.arange(len(names) + 1))
             for number, name in enumerate(names):
@@ -443,10 +462,8 @@ class _Analyser:
         )
 
 
-def _number(spans: Sequence[Span]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Return the names, sorted by their first span, and for each span the number of its name."""
-    numbers: dict[str, int] = {}
-    of_span = np.fromiter(
-        (numbers.setdefault(span.name, len(numbers)) for span in spans), np.int64, len(spans)
-    )
-    return list(numbers), of_span
+def _number(keys: Iterable[_Key]) -> tuple[list[_Key], npt.NDArray[np.int64]]:
+    """Return the different keys, in the order in which they come, and the number of each key."""
+    numbers: dict[_Key, int] = {}
+    of_key = np.fromiter((numbers.setdefault(key, len(numbers)) for key in keys), np.int64)
+    return list(numbers), of_key

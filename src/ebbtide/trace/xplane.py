@@ -16,7 +16,7 @@ from ebbtide.errors import TraceError
 from ebbtide.timeline import Lane
 from ebbtide.trace import wire
 from ebbtide.trace.builder import Trace, TraceBuilder, Work
-from ebbtide.trace.names import activation_of, lane_of_copy, lane_of_kernel, memory_of
+from ebbtide.trace.names import activation_of, lane_of_copy, lane_of_kernel, memory_of, name_launch
 from ebbtide.trace.wire import WireError, read_fields, signed, text
 
 KIND = "JAX profiler"
@@ -28,6 +28,9 @@ HOW_JAX: Final = (
 _GPU_PLANE = re.compile(r"/device:GPU:(?P<number>\d{1,9})")
 _HOST_PLANE = "/host:CPU"
 _SIZE = re.compile(r"\bsize:(?P<bytes>\d{1,18})")
+_LAUNCH = re.compile(
+    r"\bgrid:(?P<grid>\d{1,9}(?:,\d{1,9}){2}) block:(?P<block>\d{1,9}(?:,\d{1,9}){2})"
+)
 # Lines that repeat what is on the streams, by module and operator.
 _DERIVED = frozenset({"Steps", "XLA Modules", "XLA Ops", "XLA TraceMe", "Framework Ops"})
 
@@ -205,8 +208,17 @@ def _read_stream(view: Message, plane: _Plane, device: int, builder: TraceBuilde
                 num_bytes=int(size["bytes"]) if size else 0,
                 stream=line.name,
                 host_memory=memory_of(details),
+                launch=_launch(str(event.stats.get("kernel_details", ""))),
             )
         )
+
+
+def _launch(details: str) -> str:
+    """Read a stat such as `regs:32 static_shared:0 dynamic_shared:0 grid:8,1,1 block:128,1,1`."""
+    found = _LAUNCH.search(details)
+    if found is None:
+        return ""
+    return name_launch(*(tuple(map(int, found[part].split(","))) for part in ("grid", "block")))
 
 
 def _read_host(view: Message, plane: _Plane, builder: TraceBuilder) -> None:
