@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ebbtide.commands.trace_plot import COLORS, EXPOSED_COLOR, TITLES, Drawing, draw_trace
-from ebbtide.commands.trace_report import COMPARED, more_or_less
+from ebbtide.commands.trace_report import COMPARED, LEAST_NS, more_or_less
 from ebbtide.timeline import Lane
 from ebbtide.trace.builder import Trace
 from ebbtide.trace.findings import Finding
@@ -24,8 +24,6 @@ MAX_GPUS: Final = 64
 NUM_STEPS: Final = 50
 NUM_WINDOWS: Final = 5
 NUM_SLOWDOWNS: Final = 10
-LEAST_NS: Final = 5000
-"""What is less is 0.00 ms."""
 NUM_NOTES: Final = 50
 WIDEST_TEXT: Final = 2000
 """Of what comes from the trace in one place."""

@@ -16,6 +16,8 @@ NUM_MOVED: Final = 10
 NUM_SLOWDOWNS: Final = 3
 NUM_STEPS: Final = 10
 WIDEST_NAME: Final = 60
+LEAST_NS: Final = 5000
+"""What is less is 0.00 ms."""
 
 
 def write_trace(
@@ -65,9 +67,14 @@ def _write_device(name: str, analysis: Analysis) -> Iterator[str]:
         )
     if analysis.slowdowns:
         most = ", ".join(
-            f"{_ms(s.extra_ns)} {_short(s.name)}" for s in analysis.slowdowns[:NUM_SLOWDOWNS]
+            f"{_ms(s.extra_ns)} {_short(s.name)}"
+            for s in analysis.slowdowns[:NUM_SLOWDOWNS]
+            if s.extra_ns >= LEAST_NS
         )
-        yield f"compute beside copies took {more_or_less(analysis.compute_lost_ns)}: {most}"
+        yield (
+            f"compute beside copies took {more_or_less(analysis.compute_lost_ns)}"
+            f"{', most of all: ' if most else ''}{most}"
+        )
     if analysis.steps:
         yield from _write_steps(analysis)
     else:
