@@ -273,6 +273,33 @@ def doubled_step(model: nn.Module, index: int) -> Tensor:
     return loss
 
 
+class Convolved(Pair):
+    """Computes by the libraries that settings of torch choose and tune."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        x_BTD = self.mix(self.first(h_BTD).mT).tanh().mT
+        mean_B11 = x_BTD.mean(dim=(1, 2), keepdim=True)
+        return h_BTD + self.second(x_BTD * mean_B11.exp())
+
+
+def tuned_step(model: nn.Module, index: int) -> Tensor:
+    """Run forward without oneDNN's convolutions and with float32 products that may be cut short."""
+    backends: Any = torch.backends
+    with backends.mkldnn.flags(enabled=False, allow_tf32=None, fp32_precision=None):
+        precision = backends.mkldnn.matmul.fp32_precision
+        backends.mkldnn.matmul.fp32_precision = "bf16"
+        try:
+            loss = model(features()).square().mean()
+        finally:
+            backends.mkldnn.matmul.fp32_precision = precision
+    loss.backward()
+    return loss
+
+
 class Updated(Pair):
     """Writes to a buffer through `.data`, as code for moving averages does: no version moves."""
 
@@ -523,6 +550,7 @@ KINDS = {
     "jagged tensors": Case(build=stack_of(Ragged, layout=torch.jagged)),
     "blocks that get a nested tensor": Case(build=RaggedStack),
     "another default dtype in forward": Case(build=stack_of(Positions), step=doubled_step),
+    "other settings of libraries in forward": Case(build=stack_of(Convolved), step=tuned_step),
     "a small buffer written through .data": Case(
         build=stack_of(Updated, num_rows=1), step=two_forwards_step
     ),

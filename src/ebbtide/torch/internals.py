@@ -9,8 +9,9 @@ tests of this module, not in the middle of somebody's run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -38,18 +39,88 @@ def pause_autocast() -> AbstractContextManager[Any]:
     return torch._C._DisableAutocast()
 
 
-@contextmanager
-def under_default_dtype(dtype: torch.dtype) -> Generator[None]:
-    """Let operators that ask for the default dtype get `dtype`."""
-    before = torch.get_default_dtype()
-    if before is dtype:
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting of torch on which the bits of a result depend."""
+
+    name: str
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+def _precision(backend: str, op: str) -> Setting:
+    """Return how float32 products of a kind are computed, such as in TF32."""
+
+    def get() -> Any:
+        return torch._C._get_fp32_precision_getter(backend, op)
+
+    def set_to(value: Any) -> None:
+        # What is inherited is put back as inherited: only what comes out can be asked for.
+        torch._C._set_fp32_precision_setter(backend, op, "none")
+        if get() != value:
+            chosen = "ieee" if value == "none" else value  # nothing was asked for anywhere
+            torch._C._set_fp32_precision_setter(backend, op, chosen)
+
+    return Setting(f"float32 precision of {backend} {op}", get, set_to)
+
+
+def _set_determinism(value: bool) -> None:
+    warn_only = torch._C._get_deterministic_algorithms_warn_only()
+    torch._C._set_deterministic_algorithms(value, warn_only=warn_only)
+
+
+_EVERYWHERE = (
+    Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    Setting("deterministic algorithms", torch._C._get_deterministic_algorithms, _set_determinism),
+)
+
+SETTINGS = {
+    "cuda": (
+        *_EVERYWHERE,
+        _precision("cuda", "matmul"),
+        _precision("cuda", "conv"),
+        Setting("cudnn", torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+        Setting("cudnn benchmark", torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+        Setting(
+            "cudnn deterministic",
+            torch._C._get_cudnn_deterministic,
+            torch._C._set_cudnn_deterministic,
+        ),
+        Setting(
+            "float16 reductions of cuBLAS",
+            torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+            lambda value: torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*value),
+        ),
+        Setting(
+            "bfloat16 reductions of cuBLAS",
+            torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+            lambda value: torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*value),
+        ),
+        Setting(
+            "float16 accumulation of cuBLAS",
+            torch._C._get_cublas_allow_fp16_accumulation,
+            torch._C._set_cublas_allow_fp16_accumulation,
+        ),
+        Setting(
+            "BLAS library",
+            torch._C._get_blas_preferred_backend,
+            torch._C._set_blas_preferred_backend,
+        ),
+    ),
+    "cpu": (
+        *_EVERYWHERE,
+        _precision("mkldnn", "matmul"),
+        _precision("mkldnn", "conv"),
+        Setting("mkldnn", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+        Setting(
+            "mkldnn deterministic",
+            torch._C._get_mkldnn_deterministic,
+            torch._C._set_mkldnn_deterministic,
+        ),
+        Setting("threads", torch.get_num_threads, torch.set_num_threads),
+    ),
+}
+"""By the device's type: what decides, beside its inputs, which bits an operator returns."""
 
 
 def never_compile(function: FunctionType) -> None:

@@ -24,7 +24,8 @@ from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.graphs import GraphFacts
 from ebbtide.torch.identity import Layout, bytes_of, clone_storage, have_equal_bits
-from ebbtide.torch.internals import is_in_custom_backward, pause_autocast, under_default_dtype
+from ebbtide.torch.internals import is_in_custom_backward, pause_autocast
+from ebbtide.torch.settings import Settings
 from ebbtide.torch.traffic import MUTATED, Slot, Traffic
 from ebbtide.workload import OpKind
 
@@ -222,7 +223,14 @@ class ReplayWatch(Protocol):
 class Record:
     """The nodes and calls of one forward of one block."""
 
-    def __init__(self, block: str, traffic: Traffic | None, *, is_checked: bool = False) -> None:
+    def __init__(
+        self,
+        block: str,
+        traffic: Traffic | None,
+        *,
+        is_checked: bool = False,
+        device_type: str = "cpu",
+    ) -> None:
         self.block = block
         self.is_checked = is_checked
         self.traffic = traffic
@@ -239,8 +247,7 @@ class Record:
         self.num_replayed_calls = 0
         self.watch: ReplayWatch | None = None
         self._pieces: dict[tuple[int, Layout], int] = {}
-        self._default_dtype = torch.get_default_dtype()
-        """What factories and quotients of integers are made of."""
+        self._settings = Settings(device_type)
 
     def node(self, index: int) -> Node:
         """Return the node with this number."""
@@ -580,7 +587,7 @@ class Record:
             assert call is not None, "bug in ebbtide: a call that is needed was dropped"
             todo += map(self.node, call.inputs)
         # What autocast casts are calls of their own.
-        with pause_autocast(), under_default_dtype(self._default_dtype):
+        with pause_autocast(), self._settings.in_force():
             self._run_all(sorted(needed), wanted)
         self.num_replayed_calls += len(needed)
 

@@ -250,7 +250,12 @@ class Runtime:
             if self._is_left_alone(state):
                 return
             is_checked = all(plan is not self.plan for plan in state.checked_plans)
-            record = Record(state.path, self.traffic, is_checked=is_checked)
+            record = Record(
+                state.path,
+                self.traffic,
+                is_checked=is_checked,
+                device_type=stream.device.type,
+            )
             self._add_sibling(state, record)
             if state.index == 0 and not is_in_backward():
                 self._count_graphs(record)
