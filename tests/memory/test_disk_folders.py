@@ -29,6 +29,7 @@ class FilesByFolder(AbstractFileCalls):
         self.failing = ""
         self.spoilt = ""
         self.held: threading.Event | None = None
+        self.has_failed = threading.Event()
         self._names: dict[int, str] = {}
         self._real = SystemFileCalls(is_direct=False)
 
@@ -43,6 +44,7 @@ class FilesByFolder(AbstractFileCalls):
     def write_at(self, descriptor: int, source: memoryview, offset_bytes: int) -> int:
         name = self._names[descriptor]
         if name == self.failing:
+            self.has_failed.set()
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         if self.held is not None and name != self.failing:
             assert self.held.wait(timeout=60)
@@ -120,7 +122,9 @@ def test_a_folder_that_fails_is_named_and_the_buffer_is_held_until_all_parts_are
     with DiskStore(specs, rates=[1.0, 1.0], calls=calls) as store:
         store.reserve(2 * STRIPE_BYTES)
         copy = store.write(taken(store, 2 * STRIPE_BYTES), bytes(2 * STRIPE_BYTES))
-        assert not copy.done()  # one part has failed or will; the other still reads the buffer
+        assert calls.has_failed.wait(timeout=60)
+        with pytest.raises(TimeoutError):  # the other part still reads the buffer
+            copy.exception(timeout=0.1)
         calls.held.set()
         error = copy.exception()
     assert isinstance(error, MemoryTierError)

@@ -21,7 +21,7 @@ from ebbtide.torch.devices.fake import Schedule
 from ebbtide.torch.sanitizer import MAX_DELAY_NS, POISON, SanitizedDevice, Sanitizer
 from tests.torch import faults
 from tests.torch.fakes import Bench, FakeTide, offload_everything, planned
-from tests.torch.models import Gated, Stack, Views, gpt2, llama
+from tests.torch.models import Gated, Stack, Views, features, gpt2, llama
 from tests.torch.training import (
     attach_here,
     differences,
@@ -239,6 +239,18 @@ def test_places_and_rows_that_hold_nothing_hold_poison() -> None:
         assert bool((tide.device.host == POISON).all())
         row: Tensor = tide.traffic.device.allocate(64)
         assert bool((row == POISON).all())
+
+
+def test_poison_waits_for_the_copies_of_another_stream() -> None:
+    model = stack()
+    with FakeTide(model, offload_everything, sanitizer=Sanitizer(NoDelay())) as tide:
+        train(model, feature_step, num_steps=3)
+        with tide.device.stream("side"):
+            loss = model(features())
+        del loss  # what it evicted on that stream dies on this one
+        tide.assert_nothing_is_left()
+        tide.device.finish()
+        assert bool((tide.device.host == POISON).all())
 
 
 def test_delays_follow_their_seed() -> None:

@@ -512,8 +512,9 @@ def test_any_order_of_calls_on_any_streams_gives_the_right_bytes(
 
 def test_close_gives_the_host_memory_back_behind_the_copies() -> None:
     bench = Bench(schedule="late")
-    slot = bench.evict(7)
+    slot, host = bench.evict(7), bench.tiers.host
     bench.traffic.close()
+    assert host is not None  # it is not its end that gives the memory back
     assert values(bench.device.host[:ROW]) == {7}
     assert bench.tiers.host is None
     del slot

@@ -26,6 +26,7 @@ from ebbtide.plan import Decision
 from ebbtide.torch import Tide
 from ebbtide.workload import Activation
 from tests.torch import models
+from tests.torch.fakes import FakeTide, offload_everything
 from tests.torch.models import NUM_BLOCKS, NUM_TOKENS, WIDTH, Gated, Stack, features
 from tests.torch.training import (
     NUM_STEPS,
@@ -231,6 +232,23 @@ def test_a_write_that_the_dispatcher_does_not_see_is_found_and_its_target_kept(
         assert f"blocks.1:{name}" in is_found
         assert all("did not come back bit for bit" in r.message for r in caplog.records)
         assert all("kept on the device" in r.message for r in caplog.records)
+
+
+def test_an_unseen_write_is_found_however_late_its_copy_would_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A copy that ran after the write would hold what the check compares it with."""
+    build = stack_with(write_unseen_to_evicted)
+    model = seeded(build)
+    with (
+        caplog.at_level(logging.WARNING, logger="ebbtide"),
+        FakeTide(model, offload_everything, schedule="late") as tide,
+    ):
+        trace = train(model, feature_step)
+        tide.assert_nothing_is_left()
+    assert differences(trace, train(seeded(build), feature_step)) == []
+    found = {r.message.split()[0] for r in caplog.records if "bit for bit" in r.message}
+    assert found >= {f"blocks.{i}:cumsum#2" for i in range(NUM_BLOCKS)}
 
 
 # -- recipes use an allow-list -------------------------------------------------------------------

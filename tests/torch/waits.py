@@ -25,6 +25,7 @@ TRAFFIC = "tests/torch/test_traffic.py"
 ANCHORS = "tests/torch/test_anchors.py"
 RULES = "tests/torch/test_rules.py"
 RECORD = "tests/torch/test_record.py"
+TRAPS = "tests/torch/test_traps.py"
 TIERS = "tests/torch/test_tiers.py"
 CPU = "tests/torch/devices/test_cpu.py"
 CUDA = "tests/torch/devices/test_cuda.py"
@@ -271,8 +272,7 @@ WAITS = (
         "record.py",
         "            self.traffic.settle(node.slot)",
         "            pass",
-        "tests/torch/test_traps.py::"
-        "test_a_write_that_the_dispatcher_does_not_see_is_found_and_its_target_kept",
+        f"{TRAPS}::test_an_unseen_write_is_found_however_late_its_copy_would_run",
     ),
     Wait(
         11,
@@ -380,7 +380,7 @@ WAITS = (
         "sanitizer.py",
         "event = device.copy(row, place, stream=stream, after=(last_copy,))",
         "event = device.copy(row, place, stream=stream, after=())",
-        f"{SANITIZER}::test_a_correct_runtime_passes_and_no_bit_changes",
+        f"{SANITIZER}::test_poison_waits_for_the_copies_of_another_stream",
     ),
     Wait(
         1,

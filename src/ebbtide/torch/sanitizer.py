@@ -103,7 +103,7 @@ class Sanitizer:
         self._prints: weakref.WeakKeyDictionary[Record, dict[tuple[int, int], Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._poison: Tensor | None = None
+        self._poison: dict[Stream, Tensor] = {}
         self._poisoning: deque[tuple[Tensor, Stream, Event]] = deque()
         self._num_tensors = self._num_copies = self._num_delays = 0
         self._compared_bytes = self._poisoned_bytes = 0
@@ -299,10 +299,12 @@ class Sanitizer:
         """Overwrite a place behind its last copy; whoever takes it next waits for that."""
         num_bytes, stream = place.region.num_bytes, device.current_stream()
         with torch.no_grad(), pause_dispatch():
-            if self._poison is None or self._poison.numel() < num_bytes:
-                self._poison = device.allocate(num_bytes)
-                self._poison.fill_(POISON)
-            row = self._poison[:num_bytes]
+            # Of each stream its own: another stream's may be let go while copies read it.
+            poison = self._poison.get(stream)
+            if poison is None or poison.numel() < num_bytes:
+                poison = self._poison[stream] = device.allocate(num_bytes)
+                poison.fill_(POISON)
+            row = poison[:num_bytes]
         event = device.copy(row, place, stream=stream, after=(last_copy,))
         self._poisoning.append((row, stream, event))
         self._poisoned_bytes += num_bytes
