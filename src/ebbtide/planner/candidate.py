@@ -1,6 +1,6 @@
 """From a candidate's states to decisions with tiers, and to the best exact layout among several."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +22,22 @@ class Found:
     """Its times and copies."""
 
 
-def treat(space: Space, states: Sequence[State], host_bytes: int) -> tuple[Treatment, ...]:
-    """Give what is evicted a tier: host memory, and what does not fit there the disk.
+def deal_out(
+    space: Space, states: Sequence[State], host_bytes: int
+) -> Iterator[tuple[Treatment, ...]]:
+    """Yield ways to give what is evicted a tier: host memory, and what does not fit there the disk.
 
-    The earliest blocks go to the disk, the deepest tier: they are away longest.
+    Either the earliest activations go to the disk, which are away longest, or every so many of
+    them, so that the disk writes all through forward and reads all through backward. Which is
+    faster depends on where the device has room for what is leaving and for what comes ahead.
     """
     over = sum(state.evicted_bytes for state in states) - host_bytes
+    yield _deal_out_earliest(space, states, over)
+    if over > 0 and host_bytes > 0:
+        yield _deal_out_evenly(space, states, over, host_bytes)
+
+
+def _deal_out_earliest(space: Space, states: Sequence[State], over: int) -> tuple[Treatment, ...]:
     treatments: list[Treatment] = []
     for c, state in zip(space.chain.class_of, states, strict=True):
         pins = space.chain.classes[c].pins
@@ -36,6 +46,27 @@ def treat(space: Space, states: Sequence[State], host_bytes: int) -> tuple[Treat
             tiers[i] = pins[i] or (Decision.DISK if over > 0 else Decision.HOST)
             if tiers[i] is Decision.DISK:
                 over -= state.program.num_bytes[i]
+        treatments.append(Treatment(program=state.program, tiers=tiers))
+    return tuple(treatments)
+
+
+def _deal_out_evenly(
+    space: Space, states: Sequence[State], over: int, host_bytes: int
+) -> tuple[Treatment, ...]:
+    evicted_bytes, passed_bytes, disk_bytes = over + host_bytes, 0, 0
+    treatments: list[Treatment] = []
+    for c, state in zip(space.chain.class_of, states, strict=True):
+        pins = space.chain.classes[c].pins
+        tiers: dict[int, Decision] = {}
+        for i in state.evicted:
+            num_bytes = state.program.num_bytes[i]
+            host_left_bytes = host_bytes - (passed_bytes - disk_bytes)
+            passed_bytes += num_bytes
+            # The disk's share of all so far, to half an activation.
+            is_due = (2 * disk_bytes + num_bytes) * evicted_bytes <= 2 * over * passed_bytes
+            to_disk = is_due or num_bytes > host_left_bytes
+            tiers[i] = pins[i] or (Decision.DISK if to_disk else Decision.HOST)
+            disk_bytes += num_bytes if tiers[i] is Decision.DISK else 0
         treatments.append(Treatment(program=state.program, tiers=tiers))
     return tuple(treatments)
 
@@ -67,7 +98,7 @@ def best_layout(
         seen.add(key)
         found = lay_out_states(space, [space.states[s] for s in candidates[k]], machine, caps)
         num_found += found is not None
-        if found is not None and (best is None or _order(found) < _order(best)):
+        if found is not None and (best is None or order(found) < order(best)):
             best = found
     return best
 
@@ -90,13 +121,20 @@ def lay_out_states(
     space: Space, states: Sequence[State], machine: Machine, caps: Caps
 ) -> Found | None:
     """Return the exact layout of one candidate, or None if it does not keep to the caps."""
-    treatments = treat(space, states, caps.host_bytes)
-    for tier, most in ((Decision.HOST, caps.host_bytes), (Decision.DISK, caps.disk_bytes)):
-        if sum(treatment.bytes_on(tier) for treatment in treatments) > most:
-            return None
-    layout = lay_out(space.chain, treatments, machine, cap_bytes=caps.device_bytes)
-    return None if layout is None else Found(treatments=treatments, layout=layout)
+    best: Found | None = None
+    for treatments in deal_out(space, states, caps.host_bytes):
+        tiers = ((Decision.HOST, caps.host_bytes), (Decision.DISK, caps.disk_bytes))
+        if any(sum(t.bytes_on(tier) for t in treatments) > most for tier, most in tiers):
+            continue
+        layout = lay_out(space.chain, treatments, machine, cap_bytes=caps.device_bytes)
+        if layout is None:
+            continue
+        found = Found(treatments=treatments, layout=layout)
+        if best is None or order(found) < order(best):
+            best = found
+    return best
 
 
-def _order(found: Found) -> tuple[int, int]:
+def order(found: Found) -> tuple[int, int]:
+    """Return what is compared of two: the time, and of equal times the peak."""
     return found.layout.step_ns, found.layout.peak_bytes

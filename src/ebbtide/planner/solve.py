@@ -17,7 +17,7 @@ from ebbtide.plan import Decision, Plan
 from ebbtide.planner.advice import CHUNKED_LOSS
 from ebbtide.planner.baselines import Baseline, plan_baseline
 from ebbtide.planner.bound import closed_form_ns
-from ebbtide.planner.candidate import Found, lay_out_states
+from ebbtide.planner.candidate import Found, lay_out_states, order
 from ebbtide.planner.caps import Caps
 from ebbtide.planner.chain import Chain, compile_chain
 from ebbtide.planner.endurance import most_bytes_in_step
@@ -125,7 +125,7 @@ class _Solver:
             plan = self._plan(everything, caps, self._chain.base_ns)
             message = f"everything fits: the step takes {format_bytes(plan.peak_bytes)} at most"
             return self._outcome(Code.EVERYTHING_FITS, plan, message)
-        found, bound_ns = self._find(caps)
+        found, bound_ns = self._find_with_or_without_disk(caps)
         if found is None:
             smallest = self._smallest(caps)
             message = self._refusal(caps, smallest)
@@ -147,6 +147,17 @@ class _Solver:
         return Outcome(
             code=code, plan=plan, smallest_budget_bytes=0, message=message, planner=self._planner
         )
+
+    def _find_with_or_without_disk(self, caps: Caps) -> tuple[Found | None, int]:
+        """Return the faster plan, with the disk or without, and the bound with it.
+
+        A search with one more tier looks elsewhere, and may miss what it finds without.
+        """
+        found, bound_ns = self._find(caps)
+        if caps.disk_bytes:
+            without, _ = self._find(replace(caps, disk_bytes=0))
+            found = min((f for f in (without, found) if f is not None), key=order, default=None)
+        return found, bound_ns
 
     def _find(self, caps: Caps) -> tuple[Found | None, int]:
         space, machine, menus = self._space, self._machine, tuple(self._space.menus)
@@ -192,7 +203,8 @@ class _Solver:
         for _ in range(_NUM_LESS if is_short else 1):
             if found.layout.step_ns > self._chain.base_ns:
                 break
-            less, _ = self._find(replace(caps, device_bytes=found.layout.peak_bytes - 1))
+            less_caps = replace(caps, device_bytes=found.layout.peak_bytes - 1)
+            less, _ = self._find_with_or_without_disk(less_caps)
             if less is None or less.layout.step_ns > found.layout.step_ns:
                 break
             found = less
