@@ -22,6 +22,7 @@ from ebbtide.compare.loss import LossKind
 from ebbtide.compare.results import Row, Status
 from ebbtide.compare.task import Optimizer, Task, write_task
 from ebbtide.compare.workloads import ModelSource, Weights, load_model
+from ebbtide.errors import MemoryTierError
 from ebbtide.plan import Decision, Plan
 from tests.compare.test_task import make_task
 
@@ -55,7 +56,7 @@ def task(tiny_model: Path, tmp_path: Path) -> Task:
         context=CONTEXT,
         batch=2,
         optimizer=Optimizer.ADAMW,
-        disk=f"{tmp_path / 'disk'}:1GiB",
+        disks=(f"{tmp_path / 'disk'}:1GiB",),
         tokens=str(tmp_path / "tokens.safetensors"),
         gradients=str(tmp_path / "gradients"),
         result=str(tmp_path / "row.json"),
@@ -78,6 +79,22 @@ def test_keep_trains_and_moves_nothing(kept: Row, task: Task) -> None:
     assert (kept.host_bytes, kept.disk_bytes, kept.grad_equal) == (0, 0, None)
     assert kept.perplexity_before != kept.perplexity_after
     assert len(list(Path(task.gradients or "").iterdir())) == 3
+
+
+def test_several_disks_hold_what_none_of_them_could(kept: Row, task: Task) -> None:
+    plan = "ebbtide:offload-inputs"
+    alone = run(replace(task, strategy=plan))
+    assert alone.disk_bytes is not None
+    cap_bytes = (alone.disk_bytes // 2 // 4096 + 1) * 4096
+    folders = [Path(task.result).parent / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    disks = tuple(f"{folder}:{cap_bytes}" for folder in folders)
+    row = run(replace(task, strategy=plan, disks=disks))
+    assert (row.disk_bytes, row.moved_out_bytes) == (alone.disk_bytes, alone.moved_out_bytes)
+    assert row.grad_equal is True
+    with pytest.raises(MemoryTierError, match="the cap is"):
+        run(replace(task, strategy=plan, disks=disks[:1]))
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "save-on-cpu", "ebbtide:recompute"])

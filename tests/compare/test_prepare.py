@@ -59,8 +59,8 @@ def test_a_cpu_run_gets_a_temporary_disk_and_says_so(
     request_tiny: CompareRequest, tmp_path: Path
 ) -> None:
     setup = prepare_setup(request_tiny, tmp_path)
-    assert setup.disk is not None
-    folder, _, cap_bytes = setup.disk.rpartition(":")
+    (disk,) = setup.disks
+    folder, _, cap_bytes = disk.rpartition(":")
     assert Path(folder) == tmp_path / "disk" and Path(folder).is_dir()
     assert 0 < int(cap_bytes) < os.statvfs(tmp_path).f_frsize * os.statvfs(tmp_path).f_blocks
     assert setup.facts.disk.startswith("a temporary folder (")
@@ -68,8 +68,11 @@ def test_a_cpu_run_gets_a_temporary_disk_and_says_so(
 
 
 def test_a_given_disk_is_used(request_tiny: CompareRequest, tmp_path: Path) -> None:
-    setup = prepare_setup(replace(request_tiny, disk=f"{tmp_path}:1GiB"), tmp_path)
-    assert setup.disk == setup.facts.disk == f"{tmp_path}:1GiB"
+    one, other = f"{tmp_path}:1GiB", f"{tmp_path}:2GiB"
+    setup = prepare_setup(replace(request_tiny, disks=(one,)), tmp_path)
+    assert setup.disks == (one,) and setup.facts.disk == one
+    setup = prepare_setup(replace(request_tiny, disks=(one, other)), tmp_path)
+    assert setup.disks == (one, other) and setup.facts.disk == f"{one} and {other}"
 
 
 def test_a_context_beyond_the_positions_is_refused(

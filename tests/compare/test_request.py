@@ -14,7 +14,7 @@ GOOD = CompareRequest(
     steps=None,
     strategies=("keep", "ebbtide:balanced"),
     host=None,
-    disk=None,
+    disks=(),
     text=None,
     device=None,
     seed=0,
@@ -23,7 +23,7 @@ GOOD = CompareRequest(
 
 def test_a_good_request_passes(tmp_path: Path) -> None:
     check_request(GOOD)
-    check_request(replace(GOOD, host="64GiB", disk=f"{tmp_path}:1GiB", context=2, layers=1))
+    check_request(replace(GOOD, host="64GiB", disks=(f"{tmp_path}:1GiB",), context=2, layers=1))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def test_a_good_request_passes(tmp_path: Path) -> None:
         (replace(GOOD, budget="lots"), "--budget lots: cannot read 'lots' as a budget: "),
         (replace(GOOD, budget="101%"), "--budget 101%: budget '101%' is more than the device has"),
         (replace(GOOD, host="lots"), "--host lots: cannot read 'lots' as a size"),
-        (replace(GOOD, disk="/scratch"), "--disk /scratch: disk '/scratch' has no cap"),
-        (replace(GOOD, disk="/no/such:1GiB"), "--disk /no/such:1GiB: /no/such is not a folder"),
+        (replace(GOOD, disks=("/scratch",)), "--disk /scratch: disk '/scratch' has no cap"),
+        (replace(GOOD, disks=("/no/such:1GiB",)), "--disk /no/such:1GiB: /no/such is not a folder"),
         (replace(GOOD, text=Path("no.txt")), "--text no.txt: there is no such file"),
     ],
 )
@@ -81,10 +81,11 @@ def test_the_command_has_how_blocks_and_loss_are_run() -> None:
 
 
 def test_the_command_spells_out_every_default() -> None:
-    request = replace(GOOD, text=Path("my text.txt"), disk="/tmp:1GiB")
+    request = replace(GOOD, text=Path("my text.txt"), disks=("/tmp:1GiB", "/var/tmp:2GiB"))
     command = write_command(request, context=512, steps=1, device="cpu")
     assert shlex.split(command) == [
         *("ebbtide", "compare", "--model", "smollm2", "--context", "512", "--batch", "1"),
-        *("--steps", "1", "--strategies", "keep,ebbtide:balanced", "--disk", "/tmp:1GiB"),
+        *("--steps", "1", "--strategies", "keep,ebbtide:balanced"),
+        *("--disk", "/tmp:1GiB", "--disk", "/var/tmp:2GiB"),
         *("--text", "my text.txt", "--device", "cpu", "--seed", "0"),
     ]

@@ -22,7 +22,7 @@ def make_task(**changes: object) -> Task:
         "seed": 0,
         "optimizer": Optimizer.SGD,
         "host": None,
-        "disk": "/scratch:1GiB",
+        "disks": ("/scratch:1GiB", "/other:2GiB"),
         "budget": None,
         "loss": LossKind.PLAIN,
         "is_compiled": False,

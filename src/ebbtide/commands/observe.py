@@ -51,7 +51,7 @@ def observe(
         steps=1,
         strategies=("keep",),
         host=None,
-        disk=None,
+        disks=(),
         text=text,
         device=device,
         seed=0,

@@ -83,7 +83,7 @@ def verify(
         steps=1,
         strategies=("keep",),
         host=host,
-        disk=disk,
+        disks=tuple(disk or ()),
         text=text,
         device=device,
         seed=seed,
@@ -152,7 +152,7 @@ def _verify(
             plan,
             budget=request.budget,
             host=request.host,
-            disk=setup.disk,
+            disk=setup.disks or None,
             sanitize=sanitize,
         ) as tide:
             found = tide.verify({"input_ids": ids_BT, "labels": ids_BT}, **options)

@@ -128,7 +128,7 @@ def _train(
     strategy = make_strategy(
         task.strategy,
         host=task.host,
-        disk=task.disk,
+        disk=task.disks or None,
         budget=task.budget,
         is_compiled=task.is_compiled,
     )

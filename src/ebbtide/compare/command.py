@@ -130,7 +130,7 @@ def compare(
         if framework == "jax":
             refuse_options_of_torch(
                 {
-                    "--disk": disk is not None,
+                    "--disk": bool(disk),
                     "--compile": compile,
                     "--chunked-loss": chunked_loss,
                     "--passes": passes != 0,
@@ -168,7 +168,7 @@ def compare(
                 strategies or ",".join(DEFAULT_STRATEGIES), has_budget=budget is not None
             ),
             host=host,
-            disk=disk,
+            disks=tuple(disk or ()),
             text=text,
             device=device,
             seed=seed,
@@ -232,9 +232,9 @@ def _run(request: CompareRequest, *, out: Path | None, is_json: bool) -> None:
             setup = prepare_setup(request, Path(folder))
         except ValueError as error:
             _refuse(error)
-        if request.disk is None and setup.disk is not None:
+        if not request.disks and setup.disks:
             messages.print(
-                f"--disk was not given: activations go to {setup.facts.disk}, {setup.disk}",
+                f"--disk was not given: activations go to {setup.facts.disk}, {setup.disks[0]}",
                 highlight=False,
                 soft_wrap=True,
             )

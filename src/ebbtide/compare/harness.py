@@ -71,7 +71,11 @@ def run_strategy(
     """
     budget, is_compiled = setup.request.budget, setup.request.is_compiled
     chosen = make_strategy(
-        strategy, host=setup.request.host, disk=setup.disk, budget=budget, is_compiled=is_compiled
+        strategy,
+        host=setup.request.host,
+        disk=setup.disks or None,
+        budget=budget,
+        is_compiled=is_compiled,
     )
     reference = references.find(strategy, is_compiled=is_compiled)
     observer.start_strategy(strategy, setup.facts.warm_up_steps + setup.facts.steps)
@@ -95,7 +99,7 @@ def run_strategy(
         seed=setup.facts.seed,
         optimizer=setup.optimizer,
         host=setup.request.host,
-        disk=setup.disk,
+        disks=setup.disks,
         budget=budget,
         loss=setup.loss,
         is_compiled=is_compiled,

@@ -30,11 +30,11 @@ HostOption = Annotated[
     typer.Option(help="Most pinned host memory for ebbtide's plans, such as 64GiB."),
 ]
 DiskOption = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         metavar="PATH:CAP",
-        help="Folder for ebbtide's plans and the most to hold there. Default: none on a "
-        "GPU, a temporary folder on a CPU.",
+        help="Folder for ebbtide's plans and the most to hold there; may be repeated, for "
+        "several disks. Default: none on a GPU, a temporary folder on a CPU.",
     ),
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of random weights and of dropout.")]

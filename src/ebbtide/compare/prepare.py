@@ -67,8 +67,8 @@ class Setup:
     dtype: torch.dtype
     optimizer: Optimizer
     loss: LossKind
-    disk: str | None
-    """`PATH:CAP` for ebbtide's plans, the temporary folder on a CPU included."""
+    disks: tuple[str, ...]
+    """`PATH:CAP` of each disk for ebbtide's plans, the temporary folder on a CPU included."""
     tokens: Path
     """Safetensors file with the windows `train` and `held_out`."""
     folder: Path
@@ -117,9 +117,9 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
     )
     num_parameters = count_parameters(config)
     optimizer = choose_optimizer(request.model, num_parameters)
-    disk = request.disk
-    if disk is None and device.type != "cuda":
-        disk = _make_default_disk(folder)
+    disks = request.disks
+    if not disks and device.type != "cuda":
+        disks = (_make_default_disk(folder),)
     return Setup(
         request=request,
         source=source,
@@ -127,7 +127,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
         dtype=defaults.dtype,
         optimizer=optimizer,
         loss=loss,
-        disk=disk,
+        disks=disks,
         tokens=tokens,
         folder=folder,
         facts=Facts(
@@ -159,7 +159,7 @@ def prepare_setup(request: CompareRequest, folder: Path) -> Setup:
             gradient_reference=None,
             compiled_gradient_reference=None,
             disturbance=disturbance,
-            disk=_describe_disk(request.disk, disk),
+            disk=_describe_disks(request.disks, disks),
         ),
     )
 
@@ -253,11 +253,9 @@ def _make_default_disk(folder: Path) -> str:
     return f"{disk}:{shutil.disk_usage(disk).free // 2}"
 
 
-def _describe_disk(requested: str | None, used: str | None) -> str:
-    if requested is not None:
-        return requested
-    if used is None:
-        return ""
-    path, _, cap_bytes = used.rpartition(":")
+def _describe_disks(requested: tuple[str, ...], used: tuple[str, ...]) -> str:
+    if requested or not used:
+        return " and ".join(requested)
+    path, _, cap_bytes = used[0].rpartition(":")
     kind = ", in memory" if is_memory_backed(path) else ""
     return f"a temporary folder ({format_bytes(int(cap_bytes))} at most{kind})"

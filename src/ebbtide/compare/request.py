@@ -39,8 +39,9 @@ class CompareRequest:
     """Canonical names, one row each."""
     host: str | None
     """Most pinned host memory for ebbtide's plans; `None` for their default."""
-    disk: str | None
-    """`PATH:CAP` for ebbtide's plans; `None` for no disk (on a CPU: a temporary folder)."""
+    disks: tuple[str, ...]
+    """`PATH:CAP` of each disk for ebbtide's plans; without any none (on a CPU: a temporary
+    folder)."""
     text: Path | None
     """UTF-8 file to train on; `None` for the packaged text."""
     device: str | None
@@ -83,8 +84,8 @@ def check_request(request: CompareRequest) -> None:
         check_budget(request.budget)
     if request.host is not None:
         check_size("--host", request.host)
-    if request.disk is not None:
-        _check_disk(request.disk)
+    for disk in request.disks:
+        _check_disk(disk)
     if request.text is not None and not request.text.is_file():
         raise ValueError(f"--text {request.text}: there is no such file; give an existing one")
 
@@ -97,7 +98,7 @@ def write_command(request: CompareRequest, *, context: int, steps: int, device: 
     arguments += ["--steps", str(steps), "--strategies", ",".join(request.strategies)]
     arguments += [] if request.budget is None else ["--budget", request.budget]
     arguments += [] if request.host is None else ["--host", request.host]
-    arguments += [] if request.disk is None else ["--disk", request.disk]
+    arguments += [word for disk in request.disks for word in ("--disk", disk)]
     arguments += [] if request.text is None else ["--text", str(request.text)]
     arguments += ["--compile"] if request.is_compiled else []
     arguments += ["--passes", str(request.passes)] if request.passes else []

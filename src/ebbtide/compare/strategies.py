@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal, final
 
@@ -33,6 +33,9 @@ from ebbtide.compare.strategy import (
 from ebbtide.torch import attach
 
 # These plans move nothing, so a CPU run gives them no disk.
+Disk = str | Sequence[str] | None
+"""What `ebbtide.torch.attach` takes as `disk`."""
+
 PLANS_WITHOUT_TRAFFIC = frozenset({"keep", "recompute"})
 
 
@@ -127,7 +130,7 @@ class EbbtidePlan(AbstractStrategy):
     """One of ebbtide's named plans."""
 
     def __init__(
-        self, plan: str, *, host: str | None, disk: str | None, is_compiled: bool = False
+        self, plan: str, *, host: str | None, disk: Disk, is_compiled: bool = False
     ) -> None:
         """Take the plan's name and the `host` and `disk` that `ebbtide.torch.attach` takes.
 
@@ -159,7 +162,7 @@ class EbbtideBudget(AbstractStrategy):
     """The fastest plan that ebbtide finds within a budget of device memory."""
 
     def __init__(
-        self, budget: str, *, host: str | None, disk: str | None, is_compiled: bool = False
+        self, budget: str, *, host: str | None, disk: Disk, is_compiled: bool = False
     ) -> None:
         """Take the `budget`, `host` and `disk` that `ebbtide.torch.attach` takes.
 
@@ -189,7 +192,7 @@ def make_strategy(
     name: str,
     *,
     host: str | None,
-    disk: str | None,
+    disk: Disk,
     budget: str | None = None,
     is_compiled: bool = False,
 ) -> AbstractStrategy:
@@ -198,7 +201,7 @@ def make_strategy(
     Args:
         name: A canonical name.
         host: Most host memory that ebbtide's plans may take, or `None` for its default.
-        disk: `PATH:CAP` for ebbtide's plans, or `None` for no disk.
+        disk: `PATH:CAP` for ebbtide's plans, or several of them, or `None` for no disk.
         budget: Most device memory; only the strategy `ebbtide` takes it, and it needs one.
         is_compiled: Compile each block, under every strategy that supports it.
 
@@ -215,7 +218,7 @@ def make_strategy(
 
 
 def _make_ours(
-    name: str, *, host: str | None, disk: str | None, budget: str | None, is_compiled: bool
+    name: str, *, host: str | None, disk: Disk, budget: str | None, is_compiled: bool
 ) -> AbstractStrategy:
     if name != BUDGET_STRATEGY:
         plan = name.removeprefix(EBBTIDE_PREFIX)

@@ -68,8 +68,8 @@ class Task:
     """The optimizer."""
     host: str | None
     """Most host memory for ebbtide's plans."""
-    disk: str | None
-    """`PATH:CAP` for ebbtide's plans."""
+    disks: tuple[str, ...]
+    """`PATH:CAP` of each disk for ebbtide's plans."""
     budget: str | None
     """Most device memory for the strategy `ebbtide`."""
     loss: LossKind
@@ -99,4 +99,5 @@ def read_task(path: Path) -> Task:
     record["source"] = ModelSource(**source)
     record["optimizer"] = Optimizer(record["optimizer"])
     record["loss"] = LossKind(record["loss"])
+    record["disks"] = tuple(record["disks"])
     return Task(**record)
