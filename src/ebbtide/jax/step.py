@@ -8,7 +8,8 @@ is over the budget, the next plan gets that much less. The step is never run.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from time import perf_counter_ns
 from typing import Any
 
 import jax
@@ -80,6 +81,13 @@ class StepPlan:
     memory there."""
     budget_bytes: int
     """What the step may take."""
+    host_bytes: int
+    """In host memory between forward and backward: of this plan and of those `before` it."""
+    compiled: Any = field(repr=False)
+    """The step as it was compiled with the plan, called as `compiled(*args)`: compiling it again
+    would take as long."""
+    compile_ns: int
+    """What lowering and compiling it took."""
 
     def report(self) -> str:
         """Return a few lines for people."""
@@ -106,6 +114,8 @@ def plan_step(
     scan: bool = True,
     min_bytes: int = MIN_BYTES,
     donate: Sequence[int] = (),
+    before: StepPlan | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> StepPlan:
     """Plan a stack of blocks so that the whole step keeps to a budget of device memory.
 
@@ -126,6 +136,10 @@ def plan_step(
         min_bytes: As in `plan_for`.
         donate: Which of `args` the step may overwrite, by place; as `donate_argnums` of a jit of
             which they are all the arguments.
+        before: For a step with several stacks: the plan of the one that was planned before, with
+            a `step` that recomputed this one's block in full. That program need not be compiled
+            again, and `step` here uses the other's plan.
+        compiler_options: As of jax.jit.
 
     Returns:
         The plan with what XLA plans for it.
@@ -151,9 +165,13 @@ def plan_step(
     )
     workload = observation.to_workload(layers, pace, is_scanned=scan)
 
-    def compile_with(checkpointed: Callable[..., Any]) -> StepMemory:
-        program = jax.jit(lambda *given: step(checkpointed, *given), donate_argnums=tuple(donate))
-        return StepMemory.of(program.lower(*args).compile())
+    def compile_with(checkpointed: Callable[..., Any]) -> Any:
+        program = jax.jit(
+            lambda *given: step(checkpointed, *given),
+            donate_argnums=tuple(donate),
+            compiler_options=None if compiler_options is None else dict(compiler_options),
+        )
+        return program.lower(*args).compile()
 
     frugal = Tide(
         plan=named_plan("recompute", workload),
@@ -163,7 +181,11 @@ def plan_step(
         is_scanned=scan,
         message="everything is recomputed",
     )
-    recomputed = compile_with(frugal.checkpoint(block))
+    if before is None:
+        recomputed = StepMemory.of(compile_with(frugal.checkpoint(block)))
+    else:
+        recomputed = before.planned
+    host_before = 0 if before is None else before.host_bytes
     workload = calibrate(workload, recomputed.device_bytes, link)
     less_bytes, over = 0, 0
     for _ in range(NUM_TRIES):
@@ -179,17 +201,27 @@ def plan_step(
             min_bytes=min_bytes,
         )
         check_tide(tide, block, *arguments)
-        planned = compile_with(tide.checkpoint(block))
+        start = perf_counter_ns()
+        compiled = compile_with(tide.checkpoint(block))
+        compile_ns = perf_counter_ns() - start
+        planned = StepMemory.of(compiled)
+        host_bytes = host_before + tide.plan.host_bytes
         if jax.default_backend() == "cpu":
             planned = replace(
                 planned,
-                device_bytes=planned.device_bytes - tide.plan.host_bytes,
-                temp_bytes=planned.temp_bytes - tide.plan.host_bytes,
+                device_bytes=planned.device_bytes - host_bytes,
+                temp_bytes=planned.temp_bytes - host_bytes,
             )
         over = planned.device_bytes - budget_bytes
         if over <= 0:
             return StepPlan(
-                tide=tide, recomputed=recomputed, planned=planned, budget_bytes=budget_bytes
+                tide=tide,
+                recomputed=recomputed,
+                planned=planned,
+                budget_bytes=budget_bytes,
+                host_bytes=host_bytes,
+                compiled=compiled,
+                compile_ns=compile_ns,
             )
         less_bytes += over
         log.info("a plan takes %s more than the budget; planning for less", format_bytes(over))

@@ -1,11 +1,14 @@
 """What a row's process is started with."""
 
+from pathlib import Path
+
 import pytest
 
 from ebbtide.compare.jax import flags
 from ebbtide.compare.jax.flags import (
     FLAGS,
     MEMORY_FRACTION,
+    TUNED_FOLDER,
     choose_environment,
     describe_left_out,
 )
@@ -59,3 +62,13 @@ def test_the_users_own_limits_stay() -> None:
     theirs = {HOST_LIMIT: "7", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
     made = choose_environment("lhs", theirs, host_bytes=100 * 2**30).variables
     assert set(made) == {"XLA_FLAGS"}
+
+
+@pytest.mark.usefixtures("all_known")
+def test_rows_share_the_kernels_that_were_tried_and_do_not_say_so_in_their_flags() -> None:
+    made = choose_environment("lhs", {}, host_bytes=None, tuned=Path("/run/tuned"))
+    assert made.variables["XLA_FLAGS"] == f"{made.xla_flags} --{TUNED_FOLDER}=/run/tuned"
+    assert TUNED_FOLDER not in made.xla_flags
+    theirs = {"XLA_FLAGS": f"--{TUNED_FOLDER}=/mine"}
+    made = choose_environment("lhs", theirs, host_bytes=None, tuned=Path("/run/tuned"))
+    assert made.variables["XLA_FLAGS"].count(TUNED_FOLDER) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from ebbtide.jax.flags import (
@@ -25,6 +26,9 @@ OLD_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 MOST_MEMORY = "0.92"
 """XLA takes three quarters of the device by itself. Eight of a hundred are left for cuDNN, the
 CUDA context and what XLA loads."""
+
+TUNED_FOLDER = "xla_gpu_per_fusion_autotune_cache_dir"
+"""Where XLA keeps which kernel is the fastest for a product, and looks before it tries them."""
 
 _PIPELINED = {LATENCY_HIDING: "true", PIPELINING: "true", ASYNC_LIMIT: str(NUM_ASYNC)}
 
@@ -52,7 +56,11 @@ class RowEnvironment:
 
 
 def choose_environment(
-    flag_set: str, environ: Mapping[str, str], *, host_bytes: int | None
+    flag_set: str,
+    environ: Mapping[str, str],
+    *,
+    host_bytes: int | None,
+    tuned: Path | None = None,
 ) -> RowEnvironment:
     """Return what a row with a flag set is started with, beside `environ`.
 
@@ -60,11 +68,24 @@ def choose_environment(
         flag_set: One of `FLAGS`.
         environ: The present environment; its `XLA_FLAGS` come first, so that ours count.
         host_bytes: Most pinned host memory; `None` for XLA's own limit.
+        tuned: Folder that all rows share for the kernels that XLA tried; `None` for none.
     """
     wanted = FLAGS[flag_set]
-    left_out = find_unknown_flags(wanted, find_xla_libraries())
-    ours = " ".join(f"--{name}={value}" for name, value in wanted.items() if name not in left_out)
-    variables = {XLA_FLAGS: f"{environ.get(XLA_FLAGS, '')} {ours}".strip()}
+    shared = (
+        {}
+        if tuned is None or TUNED_FOLDER in environ.get(XLA_FLAGS, "")
+        else {TUNED_FOLDER: str(tuned)}
+    )
+    left_out = find_unknown_flags({**wanted, **shared}, find_xla_libraries())
+
+    def write(flags: Mapping[str, str]) -> str:
+        return " ".join(
+            f"--{name}={value}" for name, value in flags.items() if name not in left_out
+        )
+
+    ours = write(wanted)
+    parts = (environ.get(XLA_FLAGS, ""), ours, write(shared))
+    variables = {XLA_FLAGS: " ".join(part for part in parts if part)}
     if MEMORY_FRACTION not in environ and OLD_MEMORY_FRACTION not in environ:
         variables[MEMORY_FRACTION] = MOST_MEMORY
     if host_bytes is not None and HOST_LIMIT not in environ:

@@ -7,13 +7,15 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from ebbtide.compare.jax.budget import is_relative, resolve_budget
 from ebbtide.compare.jax.flags import choose_environment, describe_left_out
-from ebbtide.compare.jax.names import REFERENCES, flag_set_of, is_ours, order_runs
+from ebbtide.compare.jax.names import FULL_REMAT, REFERENCES, flag_set_of, is_ours, order_runs
 from ebbtide.compare.jax.prepare import JaxSetup
 from ebbtide.compare.jax.shapes import count_model_flops, find_shape
 from ebbtide.compare.jax.task import OUTCOME_AGAIN, OUTCOME_ROW, JaxTask, write_task
 from ebbtide.compare.processes import AbstractObserver, describe_end, run_child
 from ebbtide.compare.results import Comparison, JaxFigures, Row, Status, read_row
+from ebbtide.errors import BudgetError
 
 CHILD = "ebbtide.compare.jax.child"
 
@@ -27,7 +29,23 @@ def run_jax_comparison(setup: JaxSetup, observer: AbstractObserver) -> Compariso
     reference: str | None = None
     for strategy in order_runs(setup.request.strategies):
         can_be = reference is None and strategy in REFERENCES
-        rows[strategy] = _run_row(setup, strategy, strategy if can_be else reference, observer)
+        budget = setup.request.budget
+        if is_ours(strategy) and budget is not None and is_relative(budget):
+            try:
+                budget = resolve_budget(budget, rows[FULL_REMAT])
+            except BudgetError as error:
+                observer.start_strategy(strategy, 0)
+                rows[strategy] = Row(
+                    strategy=strategy,
+                    status=Status.ERROR,
+                    note=str(error),
+                    jax=_describe_without_run(setup, ""),
+                )
+                observer.finish_strategy(rows[strategy], last_words="")
+                continue
+        rows[strategy] = _run_row(
+            setup, strategy, strategy if can_be else reference, budget, observer
+        )
         if can_be and rows[strategy].status is Status.OK:
             reference = strategy
     return Comparison(
@@ -37,15 +55,19 @@ def run_jax_comparison(setup: JaxSetup, observer: AbstractObserver) -> Compariso
 
 
 def _run_row(
-    setup: JaxSetup, strategy: str, reference: str | None, observer: AbstractObserver
+    setup: JaxSetup,
+    strategy: str,
+    reference: str | None,
+    budget: str | None,
+    observer: AbstractObserver,
 ) -> Row:
     facts = setup.facts
     observer.start_strategy(strategy, facts.warm_up_steps + facts.steps)
     flag_set, again = flag_set_of(strategy), ""
-    row = _run_process(setup, strategy, reference, flag_set, observer)
+    row = _run_process(setup, strategy, reference, budget, flag_set, observer)
     if isinstance(row, str):
         flag_set, again = row, "its plan moves nothing, so command buffers stay on"
-        row = _run_process(setup, strategy, reference, flag_set, observer)
+        row = _run_process(setup, strategy, reference, budget, flag_set, observer)
         assert isinstance(row, Row), "bug in ebbtide: a row that starts again twice"
     observer.finish_strategy(row, last_words=_read_last_words(setup, strategy))
     return replace(row, note="; ".join(filter(None, (again, row.note))))
@@ -55,12 +77,18 @@ def _run_process(
     setup: JaxSetup,
     strategy: str,
     reference: str | None,
+    budget: str | None,
     flag_set: str,
     observer: AbstractObserver,
 ) -> Row | str:
     """Return the row, or the flag set to run it with instead."""
     request, facts = setup.request, setup.facts
-    environment = choose_environment(flag_set, os.environ, host_bytes=setup.host_bytes)
+    environment = choose_environment(
+        flag_set,
+        os.environ,
+        host_bytes=setup.host_bytes,
+        tuned=_make_tuned_folder(setup) if setup.device.is_gpu else None,
+    )
     task = JaxTask(
         strategy=strategy,
         source=setup.source,
@@ -70,7 +98,7 @@ def _run_process(
         num_warm_up_steps=facts.warm_up_steps,
         dtype=facts.dtype,
         seed=facts.seed,
-        budget=request.budget,
+        budget=budget,
         host=request.host,
         xla_flags=environment.xla_flags,
         # A flag set that was asked for stays.
@@ -113,6 +141,12 @@ def _describe_without_run(setup: JaxSetup, xla_flags: str) -> JaxFigures:
         model_flops=count_model_flops(find_shape(setup.source), batch=batch, context=context),
         xla_flags=xla_flags,
     )
+
+
+def _make_tuned_folder(setup: JaxSetup) -> Path:
+    folder = setup.folder / "tuned"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _last_words_path(setup: JaxSetup, strategy: str) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class ChosenBlocks:
     notes: tuple[str, ...]
     """What a reader must know."""
     plans: tuple[StepPlan, ...] = ()
-    """Of `ebbtide`: one for each stack."""
+    """Of `ebbtide`: one for each stack; the last one has the compiled step."""
 
 
 def choose_blocks(
@@ -45,6 +45,7 @@ def choose_blocks(
     budget: str | None,
     machine: Machine | str | None,
     host: str | None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> ChosenBlocks:
     """Put each stack's block under the row's policy.
 
@@ -59,6 +60,7 @@ def choose_blocks(
         budget: For `ebbtide`.
         machine: For `ebbtide`: its link; `None` to measure it.
         host: For `ebbtide`: most pinned host memory.
+        compiler_options: For `ebbtide`: what the step is compiled with.
 
     Raises:
         BudgetError: No plan keeps to the budget.
@@ -72,7 +74,14 @@ def choose_blocks(
     if policy == EBBTIDE:
         assert budget is not None, "bug in ebbtide: a plan without a budget"
         return _plan_stacks(
-            model, step, args, donate=donate, budget=budget, machine=machine, host=host
+            model,
+            step,
+            args,
+            donate=donate,
+            budget=budget,
+            machine=machine,
+            host=host,
+            compiler_options=compiler_options,
         )
     return _name_by_hand(policy, BY_HAND[policy], model, params, x_BTD)
 
@@ -131,6 +140,7 @@ def _plan_stacks(
     budget: str,
     machine: Machine | str | None,
     host: str | None,
+    compiler_options: Mapping[str, Any] | None,
 ) -> ChosenBlocks:
     """Plan the stacks one after another, the one with the most layers first.
 
@@ -157,13 +167,15 @@ def _plan_stacks(
             machine=machine,
             host=host,
             donate=donate,
+            before=plans[-1] if plans else None,
+            compiler_options=compiler_options,
         )
         blocks[stack.name] = plan.tide.checkpoint(stack.block)
         plans.append(plan)
         notes.append(f"{stack.name}: {_describe_plan(plan)}")
     return ChosenBlocks(
         blocks=blocks,
-        host_bytes=sum(plan.tide.plan.host_bytes for plan in plans),
+        host_bytes=plans[-1].host_bytes,
         notes=tuple(notes),
         plans=tuple(plans),
     )

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbtide.compare.request import check_at_least, check_budget, check_size
+from ebbtide.compare.jax.budget import check_jax_budget
+from ebbtide.compare.request import check_at_least, check_size
 
 WARM_UP_STEPS = 1
 """The step is compiled before; its first run loads kernels and fills the allocator."""
@@ -32,7 +33,7 @@ class JaxRequest:
     strategies: tuple[str, ...]
     """Names, one row each."""
     budget: str | None
-    """Most device memory of a step, for the row `ebbtide`."""
+    """Most device memory of a step, for the row `ebbtide`: also `full-remat+10%`."""
     host: str | None
     """Most pinned host memory for that plan; `None` for its share of the machine's."""
     dtype: str | None
@@ -83,7 +84,7 @@ def check_jax_request(request: JaxRequest) -> None:
     check_at_least("--steps", request.steps, 1)
     check_at_least("--seed", request.seed, 0)
     if request.budget is not None:
-        check_budget(request.budget)
+        check_jax_budget(request.budget, request.strategies)
     if request.host is not None:
         check_size("--host", request.host)
     if request.dtype is not None and request.dtype not in DTYPES:
