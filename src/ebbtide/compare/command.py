@@ -265,10 +265,18 @@ def _run_in_jax(request: JaxRequest, *, out: Path | None, is_json: bool) -> None
         except ValueError as error:
             _refuse(error)
         with ConsoleObserver(messages, len(request.strategies)) as observer:
-            comparison = run_jax_comparison(setup, observer)
+            comparison = run_jax_comparison(setup, observer, lambda rows: _keep(rows, out))
     _show(comparison, out=out, is_json=is_json)
     if has_failed_in_jax(comparison):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _keep(comparison: Comparison, out: Path | None) -> None:
+    """Write the rows that there are; `_show` replaces the file."""
+    from ebbtide.compare.table import write_record
+
+    if out is not None:
+        write_record(comparison, out)
 
 
 def _show(comparison: Comparison, *, out: Path | None, is_json: bool) -> None:

@@ -99,12 +99,19 @@ def write_files(comparison: Comparison, folder: Path) -> tuple[Path, ...]:
 
     The picture is left out when no strategy finished. Files of these names are replaced.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    page, record = folder / "results.md", folder / "results.json"
+    record = write_record(comparison, folder)
+    page = folder / "results.md"
     page.write_text(write_page(comparison), encoding="utf-8")
-    record.write_text(write_json(comparison) + "\n", encoding="utf-8")
     picture = draw_memory_against_time(comparison, folder / "memory-vs-step.png")
     return (page, record) if picture is None else (page, record, picture)
+
+
+def write_record(comparison: Comparison, folder: Path) -> Path:
+    """Write `results.json` into `folder`, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = folder / "results.json"
+    record.write_text(write_json(comparison) + "\n", encoding="utf-8")
+    return record
 
 
 def write_page(comparison: Comparison) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,38 +21,49 @@ from ebbtide.errors import BudgetError
 CHILD = "ebbtide.compare.jax.child"
 
 
-def run_jax_comparison(setup: JaxSetup, observer: AbstractObserver) -> Comparison:
+def run_jax_comparison(
+    setup: JaxSetup, observer: AbstractObserver, keep: Callable[[Comparison], None]
+) -> Comparison:
     """Run every row of the setup and return them in the order they were asked for.
 
     The gradients' reference runs first: `no-remat`, or `full-remat` if that did not finish.
+
+    Args:
+        setup: The run.
+        observer: Hears how far it is.
+        keep: Called with the rows that there are after each: a run may be ended from outside.
     """
     rows: dict[str, Row] = {}
     reference: str | None = None
+
+    def collect() -> Comparison:
+        return Comparison(
+            facts=replace(setup.facts, gradient_reference=reference),
+            rows=tuple(rows[name] for name in setup.request.strategies if name in rows),
+        )
+
     for strategy in order_runs(setup.request.strategies):
         can_be = reference is None and strategy in REFERENCES
-        budget = setup.request.budget
-        if is_ours(strategy) and budget is not None and is_relative(budget):
-            try:
-                budget = resolve_budget(budget, rows[FULL_REMAT])
-            except BudgetError as error:
-                observer.start_strategy(strategy, 0)
-                rows[strategy] = Row(
-                    strategy=strategy,
-                    status=Status.ERROR,
-                    note=str(error),
-                    jax=_describe_without_run(setup, ""),
-                )
-                observer.finish_strategy(rows[strategy], last_words="")
-                continue
-        rows[strategy] = _run_row(
-            setup, strategy, strategy if can_be else reference, budget, observer
-        )
+        try:
+            budget = _find_budget(setup.request.budget, strategy, rows)
+        except BudgetError as error:
+            row = Row(strategy=strategy, status=Status.ERROR, note=str(error))
+            observer.start_strategy(strategy, 0)
+            rows[strategy] = replace(row, jax=_describe_without_run(setup, ""))
+            observer.finish_strategy(rows[strategy], last_words="")
+        else:
+            compared_with = strategy if can_be else reference
+            rows[strategy] = _run_row(setup, strategy, compared_with, budget, observer)
         if can_be and rows[strategy].status is Status.OK:
             reference = strategy
-    return Comparison(
-        facts=replace(setup.facts, gradient_reference=reference),
-        rows=tuple(rows[strategy] for strategy in setup.request.strategies),
-    )
+        keep(collect())
+    return collect()
+
+
+def _find_budget(budget: str | None, strategy: str, rows: Mapping[str, Row]) -> str | None:
+    if is_ours(strategy) and budget is not None and is_relative(budget):
+        return resolve_budget(budget, rows[FULL_REMAT])
+    return budget
 
 
 def _run_row(
