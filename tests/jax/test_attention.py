@@ -137,7 +137,7 @@ def test_the_cudnn_kernel_is_planned_whole_and_not_run_twice() -> None:
     out, lse = (values[name] for name in moved[1:])
     assert (out.kind, out.num_bytes) == (OpKind.ATTENTION, 2 * 256 * 8 * 64 * 2)
     assert (lse.group, lse.num_bytes) == (out.group, 2 * 8 * 256 * 4)
-    assert out.cost.flops == 4 * 2 * 256 * 256 * 8 * 64
+    assert out.cost.flops == 4 * 2 * 256 * 256 * 8 * 64 // 2  # the mask hides a half
     policy = NamedPolicy(saved=(), offloaded=moved)
     assert {r.name for r in check_policy(policy, cudnn_block, one, x) if r.name} == set(moved)
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from ebbtide.check import check_plan
 from ebbtide.errors import BudgetError, PlanError
@@ -183,3 +184,53 @@ def test_without_a_machine_a_cpu_has_no_link_to_measure() -> None:
 
 def test_a_disk_is_not_planned_with() -> None:
     assert plan("50%", machine="h200-pcie5").machine.disk_bytes == 0
+
+
+@jax.custom_vjp
+def wave(x: Array) -> Array:
+    return jnp.sin(x)
+
+
+wave.defvjp(lambda x: (jnp.sin(x), jnp.cos(x)), lambda slope, given: (slope * given,))
+
+NESTED: dict[str, Any] = {
+    "jit": jax.nn.silu,
+    "custom_jvp in jit": jax.nn.relu,
+    "jit in jit": jax.jit(jax.jit(jnp.sin)),
+    "custom_vjp in jit": jax.jit(wave),
+    "checkpoint": jax.checkpoint(jnp.sin),
+    "scan": lambda x: jax.lax.scan(lambda h, _: (jnp.sin(h), None), x, None, length=2)[0],
+    "cond": lambda x: jax.lax.cond(True, jnp.sin, jnp.cos, x),
+    "the same name inside": jax.jit(lambda x: checkpoint_name(jnp.sin(x), "act")),
+    "another name inside": jax.jit(lambda x: 2 * checkpoint_name(jnp.sin(x), "inner")),
+    "a view": lambda x: x.reshape(-1).reshape(x.shape),
+}
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
+def test_a_users_name_on_what_nested_code_makes_is_decided_for(make: Any) -> None:
+    def block(params: Any, x: Array) -> Array:
+        return x + checkpoint_name(make(x @ params["up"]), "act") @ params["down"]
+
+    def plan_act(decision: str | None) -> tuple[bool, bool]:
+        tide = plan_for(
+            *(block, WIDE, jax.ShapeDtypeStruct((512, 64), jnp.float32)),
+            layers=4,
+            budget="20MiB",
+            decide={} if decision is None else {"act": decision},
+            machine=MACHINE,
+            rates=RATES,
+        )
+        policy = tide.named_policy()
+        return "act" in policy.saved, "act" in policy.offloaded
+
+    assert plan_act(None) == (True, False)
+    assert plan_act("KEEP") == (True, False)
+    assert plan_act("HOST") == (False, True)
+    assert plan_act("RECOMPUTE") == (False, False)
+
+
+WIDE = {
+    "up": jax.ShapeDtypeStruct((64, 256), jnp.float32),
+    "down": jax.ShapeDtypeStruct((256, 64), jnp.float32),
+}

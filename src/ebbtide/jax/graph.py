@@ -152,7 +152,10 @@ def _cost_of(eqn: Any) -> Cost:
     if "attention" in name and len(shapes) >= 3 and all(len(s) == 4 for s in shapes[:3]):
         # Scores and their mix: [B, T, N, H] against [B, S, K, H]; backward has five products.
         products = 10 if "bwd" in name else 4
-        return Cost(flops=products * math.prod(shapes[0]) * shapes[1][1], num_bytes=moved)
+        # A kernel leaves out the half that a causal mask hides.
+        seen = 2 if "CAUSAL" in str(eqn.params.get("mask_type", "")) else 1
+        flops = products * math.prod(shapes[0]) * shapes[1][1] // seen
+        return Cost(flops=flops, num_bytes=moved)
     return Cost(num_bytes=moved)
 
 

@@ -277,14 +277,12 @@ class _Reader:
             if name in self._names.users and old not in self._names.users:
                 self._made[old].name = name
                 self._rename(old, name)
-            name = self._current(old)
+            else:
+                name = old
         elif name not in self._made:
             self._made[name] = _Made(name, self._graph.num_bytes[made], sources, parts)
         # What reads the value without its name, as derivatives do, is not served by a saved name.
         self._sources[made], self._parts[made] = (name,), frozenset()
-
-    def _current(self, name: str) -> str:
-        return self._made[name].name if name in self._made else name
 
     def _rename(self, old: str, new: str) -> None:
         self._made = {
