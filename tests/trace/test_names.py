@@ -8,6 +8,7 @@ from ebbtide.trace.names import (
     lane_of_copy,
     lane_of_kernel,
     plain_call,
+    plain_kernel,
     step_of,
 )
 
@@ -69,3 +70,34 @@ def test_what_is_no_step(name: str) -> None:
 )
 def test_activations(name: str, activation: str | None) -> None:
     assert activation_of(name) == activation
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        (
+            "void at::native::vectorized_elementwise_kernel<8, at::native::FillFunctor<"
+            "c10::BFloat16>, std::array<char*, 1ul> >(int, at::native::FillFunctor<c10::BFloat16>, "
+            "std::array<char*, 1ul>)",
+            "vectorized_elementwise_kernel<8, FillFunctor<BFloat16>, array<char*, 1ul> >",
+        ),
+        (
+            "void at::native::(anonymous namespace)::copy<at::native::(anonymous namespace)::Opaque"
+            "<8u>, 2>(at::native::(anonymous namespace)::Opaque<8u>*)",
+            "copy<Opaque<8u>, 2>",
+        ),
+        (
+            "void at::native::unrolled<at::native::direct_copy(at::Iter&)::{lambda()#3}::operator()"
+            "() const::{lambda(float)#1}>(int)",
+            "unrolled<direct_copy(Iter&)::{lambda()#3}::operator()() const::{lambda(float)#1}>",
+        ),
+        ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN", None),
+        ("Memcpy DtoH (Device -> Pinned)", None),
+        ("model.layers.0.self_attn:add#2", None),
+        ("void (a", "(a"),
+        ("void a)", "a)"),
+        ("", None),
+    ],
+)
+def test_a_kernels_name_for_people(name: str, plain: str | None) -> None:
+    assert plain_kernel(name) == (name if plain is None else plain)

@@ -13,7 +13,7 @@ from ebbtide.commands.trace_report import COMPARED, LEAST_NS, more_or_less
 from ebbtide.timeline import Lane
 from ebbtide.trace.builder import Trace
 from ebbtide.trace.findings import Finding
-from ebbtide.trace.names import HOW_STEPS
+from ebbtide.trace.names import HOW_STEPS, plain_kernel
 from ebbtide.trace.overlap import Analysis, CopyFigures
 from ebbtide.trace.predicted import Comparison
 from ebbtide.units import format_bytes
@@ -27,7 +27,8 @@ NUM_SLOWDOWNS: Final = 10
 NUM_NOTES: Final = 50
 WIDEST_TEXT: Final = 2000
 """Of what comes from the trace in one place."""
-WIDEST_CELL: Final = 300
+WIDEST_CELL: Final = 120
+"""A name of C++ may have thousands of characters; `--json` has all."""
 
 
 def write_page(
@@ -256,7 +257,12 @@ def _idle(trace: Trace, analyses: Sequence[Analysis]) -> Iterator[str]:
             yield _table(
                 ["longest, at ms", "for ms", "mostly", "waited for"],
                 [
-                    [_ms(w.start_ns), _ms(w.end_ns - w.start_ns), w.reason.value, w.waited_for]
+                    [
+                        _ms(w.start_ns),
+                        _ms(w.end_ns - w.start_ns),
+                        w.reason.value,
+                        plain_kernel(w.waited_for),
+                    ]
                     for w in analysis.windows[:NUM_WINDOWS]
                 ],
                 num_words=2,
@@ -265,11 +271,11 @@ def _idle(trace: Trace, analyses: Sequence[Analysis]) -> Iterator[str]:
         if slowdowns:
             yield f"<p>Compute beside copies took {more_or_less(analysis.compute_lost_ns)}.</p>"
             yield _table(
-                ["kernel", "launch", "runs beside copies", "runs alone", "median alone ms",
-                 "more ms"],
+                ["kernel", "more ms", "median alone ms", "runs beside copies", "runs alone",
+                 "launch"],
                 [
-                    [s.name, s.launch or "-", str(s.num_beside), str(s.num_alone),
-                     f"{s.median_alone_ns / 1e6:.3f}", _ms(s.extra_ns)]
+                    [plain_kernel(s.name), _ms(s.extra_ns), f"{s.median_alone_ns / 1e6:.3f}",
+                     str(s.num_beside), str(s.num_alone), s.launch or "-"]
                     for s in slowdowns[:NUM_SLOWDOWNS]
                 ],
             )  # fmt: skip
@@ -306,7 +312,7 @@ def _sentence(text: str) -> str:
 
 
 def _of(part: int, whole: int, of_what: str) -> str:
-    return f"{100 * part / whole:.0f} % of {of_what}" if whole else ""
+    return f"{100 * part / whole:.1f} % of {of_what}" if whole else ""
 
 
 def _ms(ns: int) -> str:

@@ -32,6 +32,9 @@ NUM_ROWS: Final = 4000
 NUM_STEP_LABELS: Final = 20
 """More would lie on each other on a telephone."""
 WIDEST_NAME: Final = 120
+LETTER_PX: Final = 7.5
+WIDEST_NAME_PX: Final = 560
+"""Of the column of names beside the figures, which take 476."""
 WIDEST_GPU: Final = 40
 
 _ROW_PX: Final = 26
@@ -83,6 +86,17 @@ if (format == "what") {
 if (format == "when") { return `${ms(data.left[i])}, for ${ms(took)}`; }
 const bytes = data.bytes[i];
 return bytes > 0 ? `${(bytes / 2 ** 20).toFixed(2)} MiB` : "-";
+"""
+_WIDEN: Final = """
+// A telephone shows the figures beside the start of a name; where there is room, all of it.
+const [column] = table.columns;
+const names = table.source.data.name;
+const needed = 16 + em * names.reduce((most, name) => Math.max(most, name.length), 0);
+const more = Math.min(needed, most) - column.width;
+if (window.innerWidth >= 800 && more > 0) {
+  table.max_width += more;
+  column.width += more;
+}
 """
 _TOUCH: Final = """
 // A finger on the plot is to scroll the page. Who wants to drag the plot taps on the tool first.
@@ -177,6 +191,9 @@ def draw_trace(devices: Sequence[DeviceTrace], analyses: Sequence[Analysis]) -> 
         document.add_root(part)
     toolbars = [plot.toolbar for plot in plots]
     document.js_on_event("document_ready", CustomJS(args={"toolbars": toolbars}, code=_TOUCH))
+    if table is not None:
+        facts = {"table": table, "most": WIDEST_NAME_PX, "em": LETTER_PX}
+        document.js_on_event("document_ready", CustomJS(args=facts, code=_WIDEN))
     script, found = components(parts)
     divs = list(found)
     resources = Resources(mode="inline", components=["bokeh", "bokeh-widgets", "bokeh-tables"])

@@ -6,7 +6,7 @@ from typing import Final
 from ebbtide.commands.columns import align_columns
 from ebbtide.trace.builder import Trace
 from ebbtide.trace.findings import Finding
-from ebbtide.trace.names import HOW_STEPS
+from ebbtide.trace.names import HOW_STEPS, plain_kernel
 from ebbtide.trace.overlap import Analysis, CopyFigures
 from ebbtide.trace.predicted import Comparison
 from ebbtide.units import format_bytes
@@ -15,7 +15,7 @@ NUM_WINDOWS: Final = 5
 NUM_MOVED: Final = 10
 NUM_SLOWDOWNS: Final = 3
 NUM_STEPS: Final = 10
-WIDEST_NAME: Final = 60
+WIDEST_NAME: Final = 64
 LEAST_NS: Final = 5000
 """What is less is 0.00 ms."""
 
@@ -67,13 +67,13 @@ def _write_device(name: str, analysis: Analysis) -> Iterator[str]:
         )
     if analysis.slowdowns:
         most = ", ".join(
-            f"{_ms(s.extra_ns)} {_short(s.name)}"
+            f"{_ms(s.extra_ns)} {_short(plain_kernel(s.name))}"
             for s in analysis.slowdowns[:NUM_SLOWDOWNS]
             if s.extra_ns >= LEAST_NS
         )
         yield (
             f"compute beside copies took {more_or_less(analysis.compute_lost_ns)}"
-            f"{', most of all: ' if most else ''}{most}"
+            f"{f', most of all: {most}' if most and analysis.compute_lost_ns > 0 else ''}"
         )
     if analysis.steps:
         yield from _write_steps(analysis)
@@ -82,7 +82,7 @@ def _write_device(name: str, analysis: Analysis) -> Iterator[str]:
     if analysis.windows:
         yield "longest idle windows:"
         for w in analysis.windows[:NUM_WINDOWS]:
-            waited = f", {_short(w.waited_for)}" if w.waited_for else ""
+            waited = f", {_short(plain_kernel(w.waited_for))}" if w.waited_for else ""
             yield (
                 f"  at {_ms(w.start_ns)} ms for {_ms(w.end_ns - w.start_ns)}: "
                 f"{w.reason.value}{waited}"

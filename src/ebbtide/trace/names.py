@@ -25,6 +25,7 @@ _STEP = re.compile(
     r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iteration|iter))[ _#:=-]*(?P<number>\d+)",
     re.I,
 )
+_NAMESPACE = re.compile(r"(?:(?:\b[a-zA-Z_]\w*|\(anonymous namespace\))::)+(?=\w)")
 # CUPTI adds the version of the interface: cudaMemcpy_v3020, cuMemcpyDtoH_v2.
 _VERSION = re.compile(r"_v\d+$|_ptsz$|_ptds$")
 
@@ -110,6 +111,24 @@ def lane_of_kernel(name: str) -> Lane:
 def plain_call(name: str) -> str:
     """Return a runtime call's name without the version that CUPTI adds."""
     return _VERSION.sub("", name)
+
+
+@lru_cache(maxsize=_NUM_CACHED)
+def plain_kernel(name: str) -> str:
+    """Return a name for people: C++ without the result, the namespaces and the last arguments.
+
+    Of `void at::native::fill<float>(int, at::native::Fill<float>)` remains `fill<float>`.
+    """
+    text = _NAMESPACE.sub("", name)
+    if not text.startswith("void "):
+        return text
+    text, depth = text.removeprefix("void "), 0
+    if text.endswith(")"):
+        for at in range(len(text) - 1, 0, -1):
+            depth += (text[at] == ")") - (text[at] == "(")
+            if not depth:
+                return text[:at]
+    return text
 
 
 @lru_cache(maxsize=_NUM_CACHED)
