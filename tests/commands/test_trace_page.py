@@ -1,6 +1,7 @@
 """The page of `ebbtide trace --html`: what it says, and what a browser makes of it."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
@@ -20,6 +21,7 @@ from ebbtide.trace.read import read_trace
 from tests.commands.browser import Browser, needs_browser, started
 from tests.commands.test_trace import run, run_json
 from tests.trace.chrome import IN, OUT, a_step, call, copy, kernel, mark, moment, write
+from tests.trace.test_recorded import TORCH
 
 pytest.importorskip("bokeh", reason="the extra report is not installed")
 
@@ -367,6 +369,25 @@ def test_a_telephone_needs_no_sideways_scrolling(
     assert browser.logs() == []
 
 
+@pytest.mark.slow
+@needs_browser
+def test_a_recorded_traces_names_are_shown_whole_where_there_is_room(
+    browser: Browser, tmp_path: Path
+) -> None:
+    page = page_of(Path(shutil.copy(TORCH, tmp_path / "torch.json.gz")))
+    longest = "model.layers.6.self_attn:scaled_dot_product_cudnn_attention.0"
+    browser.open(page)
+    rooms = {name: room for name, room in browser.run(_ROOM_FOR_NAMES)}
+    assert longest in rooms
+    assert min(rooms.values()) >= 0
+    assert browser.logs() == []
+    browser.open(page, width=390, is_phone=True)
+    assert min(room for _, room in browser.run(_ROOM_FOR_NAMES)) < 0
+    assert "unrolled_elementwise_kernel<direct_copy_kernel_cuda(TensorIteratorBase&)" in (
+        browser.run("return document.body.innerText")
+    )
+
+
 @needs_browser
 def test_a_finger_scrolls_the_page_zooms_and_asks_for_names(
     browser: Browser, steps_page: Path
@@ -442,6 +463,14 @@ _TOOLTIPS = """
 const tooltips = [...all(document)].filter((e) => e.classList.contains("bk-Tooltip"));
 return tooltips.map((e) => [...e.shadowRoot.children]
   .filter((child) => child.tagName != "STYLE").map((child) => child.textContent).join(" "));
+"""
+_ROOM_FOR_NAMES = """
+const cells = [...all(document)].filter((e) => e.matches(".slick-row > .slick-cell.l0"));
+return cells.map((cell) => {
+  const range = document.createRange();
+  range.selectNodeContents(cell);
+  return [cell.textContent, cell.clientWidth - range.getBoundingClientRect().width];
+});
 """
 _HEADER = """
 for (const element of all(document)) {
