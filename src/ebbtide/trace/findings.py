@@ -42,6 +42,10 @@ PAGEABLE_FRACTION: Final = 0.05
 SYNC_SLACK_NS: Final = 100_000
 """A call that waits for one copy starts and ends with it, but for this."""
 NUM_SHOWN: Final = 3
+SLICE_KERNELS: Final = ("dynamic_slice", "dynamic_update_slice")
+"""In names of XLA's kernels."""
+MIN_SLICE_NS: Final = 100_000
+"""Slices within the device's memory take less, but for very large ones."""
 
 _STORED: Final = MOVED | {Decision.KEEP}
 
@@ -53,6 +57,7 @@ class Code(enum.Enum):
     SYNCHRONOUS_COPIES = "synchronous-copies"
     PAGEABLE_MEMORY = "pageable-memory"
     COPIES_ON_COMPUTE_STREAM = "copies-on-compute-stream"
+    COPIES_BY_KERNELS = "copies-by-kernels"
     EXPOSED_FIRST_FETCH = "exposed-first-fetch"
     SLOW_LINK = "slow-link"
     TINY_COPIES = "tiny-copies"
@@ -235,6 +240,35 @@ def _copies_on_compute_stream(seen: _Seen) -> list[Finding]:
             f"was idle for {_ms(cost_ns)}",
             "Copy on a stream of its own. In JAX, turn command buffers off "
             "(--xla_gpu_enable_command_buffer=) and the latency-hiding scheduler on.",
+            cost_ns,
+        )
+    ]
+
+
+def _copies_by_kernels(seen: _Seen) -> list[Finding]:
+    """XLA moves some slices of a stack in host memory by kernels, which write or read it there."""
+    streams = {s.stream for s in seen.copies if s.num_bytes >= LARGE_BYTES}
+    kernels = [
+        s
+        for s in seen.timeline.spans
+        if s.lane is Lane.COMPUTE
+        and s.stream in streams
+        and any(word in s.name for word in SLICE_KERNELS)
+        and s.end_ns - s.start_ns >= MIN_SLICE_NS
+    ]
+    cost_ns = _merged(kernels).length_ns
+    if cost_ns < MIN_FRACTION * seen.whole_ns:
+        return []
+    names = Counter(s.name for s in kernels)
+    named = ", ".join(name for name, _ in names.most_common(NUM_SHOWN))
+    return [
+        seen.finding(
+            Code.COPIES_BY_KERNELS,
+            f"{len(kernels)} kernels that move slices ran {_ms(cost_ns)} on streams that copy "
+            f"({named}): over the link, but counted as compute, and without their bytes",
+            "XLA takes the first or last pass of a loop out of it and moves its slices so. More "
+            "layers in the loop make it a smaller share; what is shown as hidden under these "
+            "kernels is exposed.",
             cost_ns,
         )
     ]
@@ -448,6 +482,7 @@ _RULES: Final[tuple[Callable[[_Seen], list[Finding]], ...]] = (
     _synchronous_copies,
     _pageable_memory,
     _copies_on_compute_stream,
+    _copies_by_kernels,
     _exposed_first_fetch,
     _slow_link,
     _tiny_copies,
