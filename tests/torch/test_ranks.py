@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +20,8 @@ from ebbtide.torch.budgets import BudgetPlanner
 from ebbtide.torch.ranks import Ranks, count_local_ranks
 from tests.torch.models import Gated, Stack
 from tests.torch.training import feature_step
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -109,3 +114,20 @@ def test_the_pinned_memory_that_is_given_is_shared_by_the_ranks_of_the_node(
     )
     assert planner.machine.host_bytes == 2**30
     assert planner.machine.host_bytes_per_rank == 2**28
+
+
+def test_a_torch_without_distributed_runs_plans_and_refuses_ranks() -> None:
+    """Gradients under a plan and under a budget are compared there, bit for bit."""
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "tests.torch.alone"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    by_plan, by_budget, refusal = finished.stdout.splitlines()
+    assert by_plan == "{'plan': 'recompute'} recompute True"
+    assert by_budget == "{'budget': '1GiB'} lp True"
+    assert refusal.startswith("ranks= was given, but this torch was built without torch.distribu")

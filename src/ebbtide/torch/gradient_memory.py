@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ebbtide.torch.internals import has_gradient_hook
+from ebbtide.torch.internals import DTensor, has_gradient_hook
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,18 +13,25 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
 )
+
+if TYPE_CHECKING or torch.distributed.is_available():
+    from torch.distributed.tensor import DTensor
+else:
+
+    class DTensor(Tensor):
+        """A class without tensors, where torch was built without `torch.distributed`."""
+
 
 _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 

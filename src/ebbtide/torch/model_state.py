@@ -16,11 +16,10 @@ from typing import Any, Final
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ebbtide.errors import ModelError
 from ebbtide.torch.fingerprint import fingerprint
-from ebbtide.torch.internals import has_gradient_hook
+from ebbtide.torch.internals import DTensor, has_gradient_hook
 
 MAX_PARAMETER_SHARE: Final = 0.25
 """Of the host memory that is available: copies of parameters take no more. Above that they are

@@ -53,11 +53,16 @@ class Ranks:
             make its `Ranks` of the group in the same order.
 
     Raises:
-        ValueError: It is not, or `torch.distributed` is not initialised.
+        ValueError: It is not, or `torch.distributed` is not initialised or not there.
         TypeError: It is no process group.
     """
 
     def __init__(self, group: object) -> None:
+        if not torch.distributed.is_available():
+            raise ValueError(
+                "ranks= was given, but this torch was built without torch.distributed: there is "
+                "one process. Leave ranks= out."
+            )
         if group is torch.distributed.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 "ranks= is a group that this process is not a rank of. Give the group whose ranks "

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ebbtide.torch.identity import storage_key
-from ebbtide.torch.internals import alias_of, dtensor_of, local_part_of, spec_of
+from ebbtide.torch.internals import DTensor, alias_of, dtensor_of, local_part_of, spec_of
 from ebbtide.torch.record import Handle, Outer
 
 

@@ -24,7 +24,6 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ebbtide.torch.block_kinds import equalised, signature_of
 from ebbtide.torch.devices.base import AbstractMeter, Mark
@@ -32,6 +31,7 @@ from ebbtide.torch.fused import FusedRun, fused_block
 from ebbtide.torch.gradient_memory import GradientMemory, Growth, element_bytes, gradient_bytes
 from ebbtide.torch.graphs import GraphFacts
 from ebbtide.torch.identity import storage_key
+from ebbtide.torch.internals import DTensor
 from ebbtide.torch.record import ACTIVATION_ROLES, Node, Record, Role
 from ebbtide.workload import BackwardEvent, Block, OpKind, Outside
 
