@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from ebbtide.torch.identity import storage_key
-from ebbtide.torch.parameters import Parameters, Recent, storages_of
+from ebbtide.torch.parameters import (
+    Parameters,
+    Recent,
+    is_gathered_for_its_module,
+    storages_of,
+)
 
 
 class Lookup:
@@ -101,3 +107,32 @@ def test_what_is_no_strided_tensor_is_left_out() -> None:
     model.register_buffer("sparse", torch.eye(2).to_sparse())
     model.register_buffer("nothing", None)
     assert storages_of(model.modules()) == {}
+
+
+def test_a_storage_that_a_parameter_has_left_is_none_of_a_parameter() -> None:
+    """Also where it was looked up in this forward: ZeRO-3 gathers into other memory each time."""
+    layer = nn.Linear(2, 3)
+    parameters = Parameters(Lookup(layer))
+    old = layer.weight.data
+    assert parameters.get(storage_key(old)) is layer.weight
+    layer.weight.data = torch.zeros(3, 2)
+    assert parameters.get(storage_key(old)) is None
+    assert parameters.add(layer) == [storage_key(layer.weight)]
+    assert parameters.get(storage_key(layer.weight)) is layer.weight
+
+
+@pytest.mark.parametrize(
+    ("attributes", "is_gathered"),
+    [
+        ({}, False),
+        ({"ds_status": "AVAILABLE", "ds_persist": False}, True),
+        ({"ds_status": "NOT_AVAILABLE", "ds_persist": False}, True),
+        ({"ds_status": "AVAILABLE", "ds_persist": True}, False),
+    ],
+)
+def test_what_zero_gathers_is_told_by_its_marks(
+    attributes: dict[str, object], is_gathered: bool
+) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    vars(parameter).update(attributes)
+    assert is_gathered_for_its_module(parameter) is is_gathered

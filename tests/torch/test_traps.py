@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef as StorageRef
 from torch.nn import functional
 
 from ebbtide.plan import Decision
@@ -892,3 +893,108 @@ def test_local_parts_of_dtensors_are_moved_and_made_again(
     assert result["moved_out_bytes"] == result["planned_bytes"]
     assert (result["num_recomputed_ops"] > 0) == (plan != "offload-last:2")
     assert result["not_understood"] == []
+
+
+class Product(torch.autograd.Function):
+    """A product that saves its weight itself, as DeepSpeed's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x_BTD, weight)
+        return x_BTD.matmul(weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTD, weight = ctx.saved_tensors
+        (grad_BTD,) = grads
+        by_weight = grad_BTD.flatten(0, 1).t().matmul(x_BTD.flatten(0, 1))
+        return grad_BTD.matmul(weight), by_weight
+
+
+class Gathering(nn.Module):
+    """A product whose weight is on the device while the module runs, forward and backward, alone.
+
+    Each time it is gathered into other memory, as ZeRO-3 of DeepSpeed does it.
+    """
+
+    gathered: list[StorageRef]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(nn.Linear(WIDTH, WIDTH).weight.detach())
+        self.shard = self.weight.data
+        vars(self.weight).update(ds_status="NOT_AVAILABLE", ds_persist=False)
+        self.gathered = []
+        self.release()
+        self.register_forward_pre_hook(lambda *_: self.gather())
+        self.register_forward_hook(lambda *_: self.release())
+        self.register_full_backward_pre_hook(lambda *_: self.gather())
+        self.weight.register_post_accumulate_grad_hook(self.update)
+
+    def gather(self) -> None:
+        self.weight.data = self.shard.clone()
+        self.gathered.append(StorageRef(self.weight.untyped_storage()))
+
+    def release(self) -> None:
+        self.weight.data = torch.empty(0)
+
+    def update(self, weight: Tensor) -> None:
+        assert weight.grad is not None
+        self.shard -= 0.02 * weight.grad
+        self.sum = weight.grad.clone()
+        weight.grad = None
+        self.release()
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        result: Any = Product.apply(x_BTD, self.weight)
+        return result
+
+
+class GatheringBlock(nn.Module):
+    """Two gathered products with functions of elements around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Gathering(), Gathering()
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        x_BTD = functional.silu(self.first(torch.tanh(h_BTD)))
+        return h_BTD + torch.tanh(self.second(x_BTD * x_BTD)).sin()
+
+
+def train_gathering(model: nn.Module, tide: Tide | None) -> tuple[list[Tensor], list[int]]:
+    """Return the gradients of all steps, and how many gathered weights each forward left."""
+    parts = [module for module in model.modules() if isinstance(module, Gathering)]
+    gradients, left = list[Tensor](), list[int]()
+    for index in range(NUM_STEPS):
+        if tide is not None and index == NUM_STEPS - 1:
+            tide.reset_statistics()
+        torch.manual_seed(index)
+        loss = model(features().requires_grad_()).square().mean()
+        left.append(sum(not ref.expired() for part in parts for ref in part.gathered))
+        for part in parts:
+            part.gathered.clear()
+        loss.backward()
+        gradients += [part.sum for part in parts]
+    return gradients, left
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parameters_that_are_gathered_for_their_module_are_not_held(
+    plan: str, tmp_path: Path
+) -> None:
+    """What is made of them is moved or kept; the rest of the block is made again."""
+    wanted, _ = train_gathering(seeded(lambda: Stack(GatheringBlock)), None)
+    model = seeded(lambda: Stack(GatheringBlock))
+    with attach_here(model, plan, tmp_path) as tide:
+        found, left = train_gathering(model, tide)
+        assert all(map(torch.equal, found, wanted))
+        assert len(found) == NUM_STEPS * NUM_BLOCKS * 2
+        assert left == [0] * NUM_STEPS
+        assert_plan_was_run(tide)
+        assert tide.workload is not None
+        products = [
+            a for b in tide.workload.blocks for a in b.activations if a.op in ("mm", "matmul")
+        ]
+        assert len(products) == NUM_BLOCKS * 2
+        assert not any(product.is_replayable for product in products)

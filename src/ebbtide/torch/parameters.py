@@ -1,6 +1,7 @@
 """The storages of a model's parameters and buffers: they are referenced, and never moved.
 
 They are looked up anew in every forward: FSDP swaps them around each block, and frees them after.
+ZeRO-3 of DeepSpeed gathers each for the time of its own module, onto another storage each time.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ class Parameters:
 
     def get(self, key: int) -> Tensor | None:
         """Return the parameter or buffer over a storage."""
-        found = self._now.get(key)
+        found = self._standing(key)
         if found is None:
             found = self.known(key)
         if found is None and self._look_up is not None:
             look_up, self._look_up = self._look_up, None
             self._take(look_up())
-            found = self._now.get(key)
+            found = self._standing(key)
         return found
 
     def add(self, module: nn.Module) -> list[int]:
@@ -68,14 +69,32 @@ class Parameters:
         if self._look_up is not None:
             return []
         found = storages_of([module])
-        new = [key for key in found if key not in self._now]
+        new = [key for key in found if self._standing(key) is None]
         self._take(found)
         return new
+
+    def _standing(self, key: int) -> Tensor | None:
+        """Return what was looked up over a storage, if it has not left that since."""
+        found = self._now.get(key)
+        if found is not None and _key_of(found) != key:
+            del self._now[key]
+            return None
+        return found
 
     def _take(self, found: Mapping[int, Tensor]) -> None:
         for key, tensor in found.items():
             if self._now.setdefault(key, tensor) is tensor:
                 self._recent[key] = weakref.ref(tensor)
+
+
+def is_gathered_for_its_module(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 gathers a parameter when its own module runs, and frees it behind that.
+
+    What it does not partition, being small, is there all the time.
+    """
+    # Set by DeepSpeed on each parameter that it partitions.
+    status = getattr(parameter, "ds_status", None)
+    return status is not None and not getattr(parameter, "ds_persist", False)
 
 
 def storages_of(modules: Iterable[nn.Module]) -> dict[int, Tensor]:

@@ -34,7 +34,7 @@ from ebbtide.torch.internals import (
     storage_address,
 )
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
-from ebbtide.torch.parameters import Parameters
+from ebbtide.torch.parameters import Parameters, is_gathered_for_its_module
 from ebbtide.torch.record import Call, Handle, Node, Outer, Record, Ref, Role
 from ebbtide.torch.script import NodeFacts, Script, Step, Trace, is_same_number
 from ebbtide.torch.sharded import SavedDTensor, local_of, outer_of
@@ -212,6 +212,10 @@ class Tape(TorchDispatchMode):
         self.held_inputs: list[tuple[Tensor, int]] = []
         """Aliases of the inputs that were copied, and their versions then."""
         self._is_odd_call = False
+        self._is_passing_call = False
+        """It reads a parameter that is there for the time of its module alone."""
+        self._passing: set[int] = set()
+        """Nodes of such parameters, by their numbers."""
         self._names = names
         self._num_calls = 0
         self.is_alike = bool(names)
@@ -476,11 +480,13 @@ class Tape(TorchDispatchMode):
         if is_random_call(facts, args, kwargs):
             kind, is_replayable = OpKind.RANDOM, False
         inputs: dict[int, Node] = {}
-        self._is_odd_call = False
+        self._is_odd_call = self._is_passing_call = False
         call_args = tuple([self._recorded(a, inputs) for a in args])
         call_kwargs = {k: self._recorded(a, inputs) for k, a in kwargs.items()} if kwargs else {}
         if self._is_odd_call:
             kind, is_replayable = OpKind.OPAQUE, False
+        if self._is_passing_call:
+            is_replayable = False
         is_derived = is_replayable
         for node in inputs.values():
             is_derived = is_derived and node.role in _FROM_PARAMETERS
@@ -589,6 +595,8 @@ class Tape(TorchDispatchMode):
             if self.is_over:
                 return self._pack_after_end(tensor)
             return self._pack_subclass(tensor)
+        if type(tensor) is torch.nn.Parameter and is_gathered_for_its_module(tensor):
+            return _Alias(tensor, tensor._version)  # itself, as torch does: it is gathered again
         self._held_id = 0
         script = self._script
         if script is not None:
@@ -731,6 +739,8 @@ class Tape(TorchDispatchMode):
                 return None
             node = self._node_of(argument)
             inputs[node.index] = node
+            if node.index in self._passing:
+                self._is_passing_call = True
             return Ref(node.index, Layout.of(argument))
         if isinstance(argument, list | tuple):
             return [self._recorded(a, inputs) for a in argument]
@@ -764,6 +774,13 @@ class Tape(TorchDispatchMode):
             if self._has_moments:
                 self._policy.reach(name)
         node = self._new_node(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
+        if role is Role.PARAMETER:
+            key = storage_key(tensor)
+            parameter = self._parameters.get(key)
+            if parameter is not None and is_gathered_for_its_module(parameter):
+                self._passing.add(node.index)
+                self._storages.append(StorageRef(tensor.untyped_storage()))
+                return node  # not held: it would stay gathered as long as the graph
         if node.place is None:
             self._hold(node, tensor)
         return node

@@ -211,7 +211,7 @@ def rank_of(arguments: Sequence[str] | None = None) -> Generator[None]:
 
 def run_ranks(program: str, folder: Path, *, num_ranks: int = 2) -> list[dict[str, Any]]:
     """Run a program of this folder in some processes; returns what all of them said."""
-    paths = [str(ROOT / "src"), str(ROOT)]
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
