@@ -353,6 +353,44 @@ def test_a_backward_looks_at_each_slot_a_few_times_however_many_there_are() -> N
     bench = Bench(max_in_bytes=3 * ROW, num_host_rows=200)
     slots = [bench.evict(i % 251) for i in range(200)]
     bench.traffic.settle_all()
+    looked = count_looks(bench)
+    bench.traffic.fetch_ahead(200)
+    for i in reversed(range(200)):
+        assert values(bench.traffic.bytes_of(slots[i])) == {i % 251}
+        bench.traffic.release(slots[i])
+    assert bench.ledger.snapshot().num_fetches == 200
+    assert len(looked) <= 2 * 200 + 1
+
+
+def test_uses_that_go_back_up_a_little_look_at_nothing_again() -> None:
+    """Within a block backward does not ask in the order of eviction: query, then key."""
+    bench = Bench(max_in_bytes=200 * ROW, num_host_rows=200)
+    slots = [bench.evict(i % 251) for i in range(200)]
+    bench.traffic.settle_all()
+    looked = count_looks(bench)
+    bench.traffic.fetch_ahead(200)
+    for last in reversed(range(3, 200, 4)):
+        for i in (last - 2, last, last - 3, last - 1):
+            assert values(bench.traffic.bytes_of(slots[i])) == {i % 251}
+            bench.traffic.release(slots[i])
+    assert bench.ledger.snapshot().num_fetches == 200
+    assert sorted(looked) == list(range(200))
+
+
+def test_a_backward_that_starts_again_looks_at_what_was_dropped() -> None:
+    bench = Bench(max_in_bytes=8 * ROW)
+    slots = [bench.evict(i) for i in range(6)]
+    bench.traffic.settle_all()
+    bench.traffic.start_backward(bench.traffic.forward_pass, 6)
+    assert bench.ledger.snapshot().num_fetches == 6
+    for slot in slots[1:]:
+        bench.traffic.release(slot)
+    bench.traffic.start_backward(bench.traffic.forward_pass, 6)
+    assert bench.ledger.snapshot().num_fetches == 11, "row 0 was still there"
+
+
+def count_looks(bench: Bench) -> list[int]:
+    """Return the numbers of the slots that are looked at from now on, each time anew."""
     looked: list[int] = []
     order = bench.traffic._order  # pyright: ignore[reportPrivateUsage]
 
@@ -362,12 +400,7 @@ def test_a_backward_looks_at_each_slot_a_few_times_however_many_there_are() -> N
             return order.get(index)
 
     bench.traffic._order = Counted()  # pyright: ignore
-    bench.traffic.fetch_ahead(200)
-    for i in reversed(range(200)):
-        assert values(bench.traffic.bytes_of(slots[i])) == {i % 251}
-        bench.traffic.release(slots[i])
-    assert bench.ledger.snapshot().num_fetches == 200
-    assert len(looked) <= 2 * 200 + 1
+    return looked
 
 
 # -- several streams -------------------------------------------------------------------------------

@@ -209,10 +209,11 @@ class Traffic:
         self._order: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
         self._first_index = 0
         """No slot before it is alive."""
-        self._last_use = 0
-        """The number of the slot that backward asked for last."""
+        self._first_ahead = 0
+        """The number from which it was looked ahead."""
         self._next_ahead = 0
-        """What follows it up to this number was fetched ahead, or is none to fetch."""
+        """What lies between it and that was fetched ahead, or is none to fetch: a use that goes
+        back up a little, as those of one block do, looks at none of it again."""
         self._next_index = 0
         self._graveyard: deque[_Copies] = deque()
         self._by_storage: dict[int, tuple[StorageRef, weakref.ref[Slot]]] = {}
@@ -323,11 +324,17 @@ class Traffic:
             self.fetch_ahead(slot.index)
         return found
 
-    def fetch_ahead(self, index: int) -> None:
-        """Fetch slots that were evicted before number `index`, latest first, within the bound."""
-        if index > self._last_use:
-            self._next_ahead = index  # a backward that starts here
-        self._last_use = index
+    def fetch_ahead(self, index: int, *, is_start: bool = False) -> None:
+        """Fetch slots that were evicted before number `index`, latest first, within the bound.
+
+        Args:
+            index: The slot that backward asks for, or one behind all, where it starts.
+            is_start: A backward starts, as far as that is told.
+        """
+        if is_start or index > self._first_ahead:
+            self._next_ahead = self._first_ahead = index
+        elif index < self._next_ahead:
+            self._first_ahead = index  # what is skipped is looked at when backward goes back up
         start = position = min(index, self._next_ahead)
         found_any = is_behind_leaving = False
         while position > self._first_index:
@@ -434,7 +441,7 @@ class Traffic:
                 forward_pass.rewind()
                 self._fetch_due(forward_pass)
         elif forward_pass is None or not forward_pass.is_checked:
-            self.fetch_ahead(index)
+            self.fetch_ahead(index, is_start=True)
 
     def reach_use(self, forward_pass: Pass, activation: str) -> None:
         """Start the fetches that the plan starts when backward asks for `activation`."""
