@@ -35,7 +35,11 @@ def test_nsyss_own_file_gets_the_command_that_exports_it(tmp_path: Path, name: s
         ("a.txt", b"\nhello", "its first bytes are those of no trace; give a Chrome trace"),
         ("a.pftrace", b"\x0a\x10xx", "it is Perfetto's own format; convert it with traceconv"),
         ("a.gz", b"\x1f\x8bnot really", "its gzip stream is broken from the start ("),
-        ("a.gz", gzip.compress(b"hello"), "it is gzip, but no JSON is in it; give a Chrome"),
+        (
+            "a.gz",
+            gzip.compress(b"hello", mtime=0),
+            "it is gzip, but no JSON is in it; give a Chrome",
+        ),
         ("a.pb", b"\x0a\xff", "it is no xplane.pb (a number ends after its message); record"),
     ],
 )
