@@ -390,3 +390,36 @@ def test_sfts_activation_offloading_is_refused(tmp_path: Path) -> None:
     words = "activation_offloading=True and EbbtideCallback .* Set activation_offloading=False"
     with pytest.raises(ValueError, match=words):
         sft(tmp_path, EbbtideCallback("recompute"), activation_offloading=True)
+
+
+def four_bit_llama(folder: Path) -> nn.Module:
+    """A tiny Llama with 4-bit weights, loaded as users load one, and trainable adapters."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    tiny_llama().save_pretrained(folder / "weights")
+    quantised: Any = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    load: Any = AutoModelForCausalLM.from_pretrained
+    base = load(folder / "weights", quantization_config=quantised, device_map="cpu")
+    torch.manual_seed(4)
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
+
+
+def test_adapters_over_four_bit_weights_train_alike(tmp_path: Path) -> None:
+    """QLoRA: the weights are bytes in a subclass of `Parameter`, and none of them moves."""
+    pytest.importorskip("bitsandbytes")
+    wanted = trained(tmp_path, model=four_bit_llama(tmp_path)).model
+    callback = offloading(tmp_path)
+    got = trained(tmp_path, callback, model=four_bit_llama(tmp_path)).model
+    assert_same_weights(got, wanted)
+    assert sum(p.dtype == torch.uint8 for p in got.parameters()) == 3 * 7
+    assert any("lora_B" in n and bool(p.abs().sum() > 0) for n, p in got.named_parameters())
+    assert_moved_and_closed(callback, got)
+    assert callback.tide is not None
+    plan, counts = callback.tide.plan, callback.tide.statistics()
+    assert plan is not None
+    assert counts.num_kept_not_understood == ()
+    # Five steps, of which the first observes.
+    assert counts.moved_out_bytes == 4 * plan.disk_bytes
