@@ -173,3 +173,81 @@ def test_arguments_that_are_written_are_found_by_position_and_by_name() -> None:
     assert facts_of(aten.add.out).written_positions == ()
     assert facts_of(aten.copy_.default).written_positions == (0,)
     assert facts_of(aten.relu_.default).written_positions == (0,)
+
+
+ROW = torch.linspace(0.1, 1.2, 12)
+SQUARE = ROW[:9].reshape(3, 3)
+STACK = ROW.reshape(2, 2, 3)
+ATEN = torch.ops.aten
+
+DIRECT_CALLS: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
+    (ATEN.view.default, (ROW, [3, 4]), {}),
+    (ATEN.transpose.int, (STACK, 0, 2), {}),
+    (ATEN.permute.default, (STACK, [2, 0, 1]), {}),
+    (ATEN.t.default, (SQUARE,), {}),
+    (ATEN.unsqueeze.default, (ROW, -1), {}),
+    (ATEN.expand.default, (ROW[:1], [4, 5]), {}),
+    (ATEN.select.int, (STACK, 1, 0), {}),
+    (ATEN.detach.default, (ROW,), {}),
+    (ATEN.addmm.default, (ROW[:3], SQUARE, SQUARE), {"beta": 0.5, "alpha": 2}),
+    (ATEN.mm.default, (SQUARE, SQUARE), {}),
+    (ATEN.bmm.default, (STACK, STACK.transpose(1, 2)), {}),
+    (ATEN.native_layer_norm.default, (SQUARE, [3], ROW[:3], None, 1e-5), {}),
+    (ATEN.add.Tensor, (ROW, 2.5), {"alpha": 3}),
+    (ATEN.sub.Tensor, (ROW, ROW), {"alpha": 3}),
+    (ATEN.mul.Tensor, (ROW, 0.5), {}),
+    (ATEN.div.Tensor, (ROW, torch.tensor(3)), {}),
+    (ATEN.neg.default, (ROW,), {}),
+    (ATEN.pow.Tensor_Scalar, (ROW, 3), {}),
+    (ATEN.rsqrt.default, (ROW,), {}),
+    (ATEN.exp.default, (ROW,), {}),
+    (ATEN.tanh.default, (ROW,), {}),
+    (ATEN.sigmoid.default, (ROW,), {}),
+    (ATEN.silu.default, (ROW,), {}),
+    (ATEN.gelu.default, (ROW,), {"approximate": "tanh"}),
+    (ATEN.mean.dim, (STACK, [-1], True), {"dtype": torch.float64}),
+    (ATEN.clone.default, (ROW,), {"memory_format": torch.contiguous_format}),
+)
+
+
+class Noting(TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("func,args,kwargs", DIRECT_CALLS, ids=lambda value: str(value)[:20])
+def test_a_direct_call_runs_its_operator_with_the_same_arguments(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    direct = facts_of(func).direct
+    assert direct is not func
+    with torch.no_grad(), Noting() as mode:
+        got = direct(*args, **kwargs)
+    ((seen, seen_args, seen_kwargs),) = mode.seen
+    assert seen is func
+    assert len(seen_args) == len(args)
+    assert all(g is a or g == a for g, a in zip(seen_args, args, strict=True))
+    assert seen_kwargs == kwargs
+    with torch.no_grad():
+        wanted = func(*args, **kwargs)
+    for left, right in zip(
+        *(r if isinstance(r, tuple) else (r,) for r in (got, wanted)), strict=True
+    ):
+        assert torch.equal(left, right) and left.stride() == right.stride()
+
+
+def test_every_direct_call_was_tried() -> None:
+    tried = {func for func, _, _ in DIRECT_CALLS}
+    names = {func.overloadpacket.__name__ for func in tried}
+    for name in sorted(CHEAP | MATMULS | NORMS | names):
+        for func in overloads_of(name) if hasattr(torch.ops.aten, name) else ():
+            assert func in tried or facts_of(func).direct is func

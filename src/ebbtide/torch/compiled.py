@@ -29,9 +29,10 @@ from ebbtide.torch.internals import (
     pause_dispatch,
     pop_pack_hook,
 )
+from ebbtide.torch.nodes import Policy
 from ebbtide.torch.parameters import Parameters
 from ebbtide.torch.record import Handle, Node, Record, Role
-from ebbtide.torch.tape import Policy, Witness, leave_alone, noting
+from ebbtide.torch.tape import Witness, leave_alone, noting
 from ebbtide.workload import OpKind
 
 COMPILED_OP: Final = "compiled"

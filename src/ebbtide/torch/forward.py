@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,23 +168,21 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def storages_in(args: Any, kwargs: Any) -> frozenset[int]:
+def storages_in(given: Sequence[Tensor]) -> frozenset[int]:
     """Return the storages of all that a block is given."""
-    found = (*tensors_in(args), *tensors_in(kwargs))
     return frozenset(
-        storage_key(t) for t in found if type(t) is Tensor and t.layout is torch.strided
+        storage_key(t) for t in given if type(t) is Tensor and t.layout is torch.strided
     )
 
 
-def differentiable_storages(args: Any, kwargs: Any) -> frozenset[int]:
+def differentiable_storages(given: Sequence[Tensor]) -> frozenset[int]:
     """Return the storages of what a block is given that needs gradients."""
-    found = [t for t in (*tensors_in(args), *tensors_in(kwargs)) if t.requires_grad]
+    found = [t for t in given if t.requires_grad]
     plain = [t for t in found if type(t) is Tensor and t.layout is torch.strided]
     locals_ = [local for t in found if (local := local_of(t)) is not None]
     return frozenset(storage_key(t) for t in (*plain, *locals_))
 
 
-def first_floating(args: Any, kwargs: Any) -> Tensor | None:
+def first_floating(given: Sequence[Tensor]) -> Tensor | None:
     """Return the first floating-point tensor that the block is given."""
-    found = (*tensors_in(args), *tensors_in(kwargs))
-    return next((t for t in found if t.is_floating_point()), None)
+    return next((t for t in given if t.is_floating_point()), None)

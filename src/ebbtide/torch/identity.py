@@ -53,13 +53,14 @@ class Layout(NamedTuple):
 
     def is_of(self, tensor: Tensor) -> bool:
         """Whether a strided tensor has this layout; sooner told than by making its own."""
+        offset, shape, stride, dtype, is_conj, is_neg = self
         return (
-            tensor.shape == self.shape
-            and tensor.dtype is self.dtype
-            and tensor.stride() == self.stride
-            and tensor.storage_offset() == self.offset
-            and tensor.is_conj() == self.is_conj
-            and tensor.is_neg() == self.is_neg
+            tensor.dtype is dtype
+            and tensor.shape == shape
+            and tensor.stride() == stride
+            and tensor.storage_offset() == offset
+            and tensor.is_neg() is is_neg
+            and (not dtype.is_complex or tensor.is_conj() is is_conj)
         )
 
     def over(self, owner: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from types import FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -233,9 +234,8 @@ def pre_hooks_of(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     return tuple(module._forward_pre_hooks.values())
 
 
-def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return the address of the storage object, unique among those alive or weakly held."""
-    return storage._cdata
+storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Returns the address of a storage object, unique among those alive or weakly held."""
 
 
 def conj_view(tensor: Tensor) -> Tensor:
@@ -314,6 +314,12 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward pass that runs now has ended."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
+
+
+_native: Any = torch._C  # torch declares no type for its `_nn`
+silu: Callable[..., Tensor] = _native._nn.silu
+gelu: Callable[..., Tensor] = _native._nn.gelu
+"""As torch calls them; the functions in `torch.nn.functional` look for other tensor types first."""
 
 
 def is_operator(func: Any) -> bool:

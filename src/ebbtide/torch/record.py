@@ -203,6 +203,8 @@ class Call(NamedTuple):
     """One recorded operator call: enough to run it again."""
 
     func: Any
+    run: Any
+    """Calls it, directly where there is such a way (`OpFacts.direct`)."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[int, ...]
@@ -612,11 +614,11 @@ class Record:
                     self._use(node)
 
     def _run(self, call: Call) -> Sequence[Any]:
-        func, args, kwargs, _, _ = call
+        _, run, args, kwargs, _, _ = call
         args = [self._argument(a) if type(a) in _HOLDS_TENSORS else a for a in args]
         if kwargs:
             kwargs = {k: self._argument(a) for k, a in kwargs.items()}
-        result = func(*args, **kwargs)
+        result = run(*args, **kwargs)
         return result if isinstance(result, tuple | list) else (result,)
 
     def _argument(self, argument: Any) -> Any:

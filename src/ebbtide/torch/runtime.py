@@ -230,7 +230,8 @@ class Runtime:
             self._abandon(self._forward)
         if state.is_left_alone:
             return
-        stream = first_floating(args, kwargs)
+        given = tensors_in((args, kwargs))
+        stream = first_floating(given)
         if stream is None:
             return
         with self._lock:
@@ -276,9 +277,9 @@ class Runtime:
             if state.is_compiled:
                 if state.observed is not None and state.observed.activations:
                     policy.reach(state.observed.activations[0].group)
-                tape = self._saved_set(forward, module, stream.device, args, kwargs)
+                tape = self._saved_set(forward, module, stream.device, given)
             else:
-                tape = self._tape(forward, module, stream, args, kwargs)
+                tape = self._tape(forward, module, stream, given)
             forward.tape = tape
             self._local.forward = forward
             tape.put_on(
@@ -295,7 +296,7 @@ class Runtime:
         self._num_graphs = max(self._num_graphs, len(self._first_records))
 
     def _saved_set(
-        self, forward: Forward, module: nn.Module, device: torch.device, args: Any, kwargs: Any
+        self, forward: Forward, module: nn.Module, device: torch.device, given: list[Tensor]
     ) -> SavedSet:
         is_sample = forward.state.index in self._samples and self.plan is None
         return (StashingSet if is_sample else SavedSet)(
@@ -303,8 +304,8 @@ class Runtime:
             forward.policy,
             device=device,
             parameters=self._parameters_of(forward.state, module),
-            inputs=differentiable_storages(args, kwargs),
-            given=storages_in(args, kwargs),
+            inputs=differentiable_storages(given),
+            given=storages_in(given),
             is_checked=forward.record.is_checked,
             witness=self._witness(forward),
             frame=frame_of_module_call(),
@@ -312,15 +313,14 @@ class Runtime:
         )
 
     def _tape(
-        self, forward: Forward, module: nn.Module, stream: Tensor, args: Any, kwargs: Any
+        self, forward: Forward, module: nn.Module, stream: Tensor, given: list[Tensor]
     ) -> Tape:
         state, record, timing = forward.state, forward.record, forward.timing
         is_checked = record.is_checked
         script = None
         # While other graphs hold places of the tiers, more may have to be made again.
         if not is_checked and timing is None and (self.traffic is None or self._is_alone):
-            tensors = tensors_in((args, kwargs))
-            forward.key = key_of(tensors, stream.device, is_training=module.training)
+            forward.key = key_of(given, stream.device, is_training=module.training)
             script = state.scripts.of(self.plan, forward.key)
         local = stream if type(stream) is Tensor else local_of(stream)
         stream_key = 0 if local is None else storage_key(local)
@@ -329,7 +329,7 @@ class Runtime:
             forward.policy,
             device=stream.device,
             parameters=self._parameters_of(state, module),
-            inputs=differentiable_storages(args, kwargs),
+            inputs=differentiable_storages(given),
             stream=stream_key,
             scope=forward.scope,
             names=state.names,
@@ -342,7 +342,7 @@ class Runtime:
             frame=frame_of_module_call(),
             note_over=_caller_of(self, Runtime._abandon_interrupted),
             script=script,
-            outers=outers_in(tensors_in((args, kwargs))),
+            outers=outers_in(given),
         )
 
     def _witness(self, forward: Forward) -> Witness | None:
@@ -449,7 +449,7 @@ class Runtime:
                 state.observed = observed_block(state, record)
                 state.graphs = tuple(record.graphs)
                 if isinstance(tape, Tape):
-                    self._watched += [(state, *held) for held in tape.held_inputs]
+                    self._watched += [(state, *held) for held in tape.nodes.held_inputs]
             # Sealing drops nodes that a script has to tell of.
             is_traced = isinstance(tape, Tape) and tape.trace is not None
             nodes = list(record.nodes) if is_traced else []
@@ -829,7 +829,7 @@ class Runtime:
         return all(d is Decision.KEEP for d in decisions)
 
     def _check(self, state: BlockState, record: Record, tape: Tape | SavedSet) -> None:
-        roots = tape.roots if isinstance(tape, Tape) else []
+        roots = tape.nodes.roots if isinstance(tape, Tape) else []
         wrong = [*record.check_roots(roots), *record.check(tape.real)]
         for node in wrong:
             state.unsafe.add(node.activation)

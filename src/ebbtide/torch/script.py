@@ -19,7 +19,7 @@ from torch import Tensor
 from ebbtide.plan import Decision, Plan
 from ebbtide.torch.identity import Layout
 from ebbtide.torch.internals import size_of
-from ebbtide.torch.record import ACTIVATION_ROLES, Call, Node, Record, Role
+from ebbtide.torch.record import ACTIVATION_ROLES, Call, Node, Record, Ref, Role
 from ebbtide.workload import OpKind
 
 MAX_MISSES: Final = 3
@@ -72,6 +72,59 @@ class Script(NamedTuple):
 
 
 _END: Final = Step(None, "", -1, ())
+
+
+class ExpectedCall(NamedTuple):
+    """A call that backward replays, as the next forward should make it."""
+
+    call: Call
+    run: Any
+    """Calls its operator."""
+    num_args: int
+    tensors: tuple[tuple[int, int, Layout], ...]
+    """Position, node and layout of each argument that is a tensor."""
+    others: tuple[tuple[int, Any], ...]
+    """Position and value of each that is none, or a list."""
+
+
+class ExpectedStep(NamedTuple):
+    """One operator call that makes no view."""
+
+    func: Any
+    name: str
+    number: int
+    """Of the recorded call; -1 when backward does not replay it."""
+    call: ExpectedCall | None
+    outputs: tuple[tuple[int, int], ...]
+    """Position of each output that backward needs, and its node; of replayed calls alone."""
+
+
+class Expected(NamedTuple):
+    """A script, taken apart."""
+
+    script: Script
+    steps: tuple[ExpectedStep, ...]
+    """Ends with one that no call is."""
+
+    @staticmethod
+    def of(script: Script) -> "Expected":
+        """Take a script apart."""
+        steps = tuple(
+            ExpectedStep(
+                step.func, step.name, step.call, _taken_apart(script, step.call), step.outputs
+            )
+            for step in script.steps
+        )
+        return Expected(script, steps)
+
+
+def _taken_apart(script: Script, index: int) -> ExpectedCall | None:
+    call = script.calls[index] if index >= 0 else None
+    if call is None:
+        return None
+    refs = [(i, a.node, a.layout) for i, a in enumerate(call.args) if isinstance(a, Ref)]
+    others = [(i, a) for i, a in enumerate(call.args) if not isinstance(a, Ref)]
+    return ExpectedCall(call, call.run, len(call.args), tuple(refs), tuple(others))
 
 
 class Trace:
@@ -143,15 +196,15 @@ class Scripts:
         """Forwards that left their scripts."""
         self._plan: Plan | None = None
         self._candidates: dict[object, Script] = {}
-        self._proven: dict[object, Script] = {}
+        self._proven: dict[object, Expected] = {}
 
     @property
     def num_proven(self) -> int:
         """Kinds of inputs that there is a script for."""
         return len(self._proven)
 
-    def of(self, plan: Plan | None, key: object) -> Script | None:
-        """Return the script for an input like this one, if there is one."""
+    def of(self, plan: Plan | None, key: object) -> Expected | None:
+        """Return what a forward with an input like this one is expected to do, if that is known."""
         if plan is not self._plan:
             self.clear()
             self._plan = plan
@@ -170,7 +223,7 @@ class Scripts:
 
     def add(self, key: object, script: Script) -> None:
         """Expect forwards with an input like this one to do the same."""
-        self._proven[key] = script
+        self._proven[key] = Expected.of(script)
 
     def miss(self, key: object) -> None:
         """Note that a forward left its script."""

@@ -4,8 +4,8 @@ A dispatch mode sees every ATen call of the block, below autograd; saved-tensor 
 tensor that autograd keeps. The two meet in the storage: each saved tensor is looked up among
 the storages that the calls made.
 
-Longer than most modules: a forward may leave its script at any call or saved tensor and is recorded
-from there on, so following and recording fill the same tables, and are read side by side.
+A forward that follows its script (`follow.py`) may leave it at any call or saved tensor, and is
+recorded from there on: both fill the same table of nodes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.plan import Decision
-from ebbtide.torch.devices.base import Mark, Place
-from ebbtide.torch.identity import Layout, StorageRef, clone_storage, storage_key
+from ebbtide.torch.devices.base import Mark
+from ebbtide.torch.follow import Follower
+from ebbtide.torch.identity import Layout, clone_storage, storage_key
 from ebbtide.torch.internals import (
     alias_of,
     has_ended,
@@ -31,12 +32,12 @@ from ebbtide.torch.internals import (
     never_compile,
     pause_dispatch,
     pop_pack_hook,
-    storage_address,
 )
+from ebbtide.torch.nodes import Nodes, Policy
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
 from ebbtide.torch.parameters import Parameters, is_gathered_for_its_module
 from ebbtide.torch.record import Call, Handle, Node, Outer, Record, Ref, Role
-from ebbtide.torch.script import NodeFacts, Script, Step, Trace, is_same_number
+from ebbtide.torch.script import Expected, ExpectedStep, Trace
 from ebbtide.torch.sharded import SavedDTensor, local_of, outer_of
 from ebbtide.torch.traffic import MUTATED
 from ebbtide.workload import OpKind
@@ -46,35 +47,7 @@ from ebbtide.workload import OpKind
 _NUM_ATTENTION_VALUES = 2
 
 
-_MAX_COPIED_BYTES = 64 * 1024
-"""Of what is only referenced, recipes start from a copy up to this size: it costs one small clone,
-and saves nothing to move (it is the size below which nothing is moved, by default)."""
-
-_FROM_ANYWHERE = frozenset({Role.INPUT, Role.SHARED, Role.COMPUTED})
 _FROM_PARAMETERS = frozenset({Role.PARAMETER, Role.DERIVED})
-
-
-@runtime_checkable
-class Policy(Protocol):
-    """Decides what becomes of a storage at the moment it is made."""
-
-    def decide(
-        self, name: str, *, is_replayable: bool, num_bytes: int
-    ) -> tuple[Decision, Place | None]:
-        """Return the decision, with room reserved where it is HOST or DISK."""
-        ...
-
-    def is_kept_by_plan(self, name: str) -> bool:
-        """Return whether a plan keeps a storage that could be made again."""
-        ...
-
-    def reach(self, group: str) -> None:
-        """Note that the call that makes `group` runs next, or where that is not known, ran."""
-        ...
-
-    def keep_unknown(self, reason: str) -> None:
-        """Count a tensor that stays on the device because it is not understood."""
-        ...
 
 
 @runtime_checkable
@@ -169,48 +142,42 @@ class Tape(TorchDispatchMode):
         has_moments: bool = False,
         frame: FrameType | None = None,
         note_over: Callable[[], None] | None = None,
-        script: Script | None = None,
+        script: Expected | None = None,
         outers: Mapping[int, Outer] | None = None,
     ) -> None:
         super().__init__()
         self.record = record
         self.trace = Trace() if script is None else None
         """Notes for a script, where this forward follows none."""
-        self._script = script
-        self._position = 0
-        """Of the call in the script that comes next."""
-        self._num_packs = 0
-        self._is_as_planned = True
-        """Every tier had the room that it had when the script was made."""
+        self.nodes = Nodes(
+            record,
+            policy,
+            device=device,
+            parameters=parameters,
+            inputs=inputs,
+            stream=stream,
+            copies_inputs=copies_inputs,
+            is_checked=is_checked,
+            written=set[int]() if written is None else written,
+            outers=outers or {},
+        )
+        self._follower = (
+            None if script is None else Follower(script, self.nodes, has_moments=has_moments)
+        )
+        """While the forward does what its script says."""
         self._input_name = f"{record.block}:input"
-        self._held_id = 0
-        """The tensor that this pack made a node hold: that alias counts its versions."""
         self.has_followed = False
         """Whether the forward did all that its script says, and nothing else; told at its end."""
         self.num_uses: tuple[int, ...] | None = None
         """Of each node, where the forward did all that its script says, and nothing else."""
-        if script is not None:
-            record.nodes = [None] * len(script.nodes)
-            record.calls = [None] * len(script.calls)
         self.real: list[tuple[Handle, Tensor]] = []
-        self.roots: list[tuple[Node, Tensor]] = []
-        """While the block is checked: what recipes start from and is evicted, and the real one."""
         self._policy = policy
         self._device = device
-        self._parameters = parameters
-        self._inputs = inputs
-        self._stream = stream
         self._scope = scope
         self.is_checked = is_checked
         self._witness = noting(self.real, witness) if is_checked else witness
         self._timer = timer
         self._has_moments = has_moments
-        self._written = set[int]() if written is None else written
-        self._by_storage: dict[int, Node] = {}
-        self._storages: list[StorageRef] = []
-        self._copies_inputs = copies_inputs
-        self.held_inputs: list[tuple[Tensor, int]] = []
-        """Aliases of the inputs that were copied, and their versions then."""
         self._is_odd_call = False
         self._is_passing_call = False
         """It reads a parameter that is there for the time of its module alone."""
@@ -224,7 +191,6 @@ class Tape(TorchDispatchMode):
         self._frame = frame
         self._note_over = note_over
         self._is_over = False
-        self._outers = outers or {}
         self._outer: Outer | None = None
         """Counts the writes to what is packed now, where that is a DTensor's local part."""
 
@@ -238,11 +204,11 @@ class Tape(TorchDispatchMode):
 
         It is inert then, and goes when autograd next saves something with nothing on top.
         """
-        script = self._script
-        self.has_followed = self._has_followed()
-        if script is not None and self.has_followed and self._is_as_planned:
-            self.num_uses = script.num_uses
-        self._is_over, self._frame, self._script = True, None, None
+        follower = self._follower
+        if follower is not None and follower.is_done:
+            self.has_followed = True
+            self.num_uses = follower.script.num_uses if follower.is_as_planned else None
+        self._is_over, self._frame, self._follower = True, None, None
         if is_top_mode(self):
             self.__exit__(None, None, None)
         if not is_active_mode(self):  # the hook is what takes the mode off later
@@ -257,21 +223,16 @@ class Tape(TorchDispatchMode):
 
     def add_parameters(self, module: nn.Module) -> None:
         """Note parameters that came in the middle of the block: FSDP groups gather theirs."""
-        for key in self._parameters.add(module):
-            self._by_storage.pop(key, None)
+        for key in self.nodes.parameters.add(module):
+            self.nodes.by_storage.pop(key, None)
 
     def forget(self) -> None:
         """Let go of all that was only needed during the forward.
 
         Autograd holds the pack hook, and so this tape, as long as it holds a saved tensor.
         """
-        self._by_storage.clear()
-        self._storages.clear()
-        self._parameters = Parameters()
-        self.held_inputs.clear()
-        self._outers = {}
+        self.nodes.forget()
         self.real.clear()
-        self.roots.clear()
         self._witness = None
         self._is_over, self._frame, self._note_over = True, None, None
 
@@ -280,11 +241,11 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        script = self._script
-        if script is not None and not types:
-            step = script.steps[self._position]
+        follower = self._follower
+        if follower is not None and not types:
+            step = follower.steps[follower.position]
             if step.func is func:
-                return self._follow(script, step, args, kwargs or {})
+                return self._follow(follower, step, args, kwargs or {})
         if types and any(t is not Tensor and t is not torch.nn.Parameter for t in types):
             if any(t.__name__ == "FakeTensor" for t in types):
                 return func(*args, **(kwargs or {}))  # DTensor plans with it: it has no bytes
@@ -292,9 +253,9 @@ class Tape(TorchDispatchMode):
         facts = facts_of(func)
         kwargs = kwargs or {}
         if facts.is_view:
-            return func(*args, **kwargs)
-        if script is not None:
-            self._leave_script(script)
+            return func(*args, **kwargs) if kwargs else facts.direct(*args)
+        if follower is not None:
+            self._leave_script(follower)
         if self.is_over:
             return func(*args, **kwargs)
         if self._has_moments:
@@ -307,149 +268,34 @@ class Tape(TorchDispatchMode):
 
     # -- a forward that follows a script -------------------------------------------------------
 
-    def _follow(self, script: Script, step: Step, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def _follow(
+        self, follower: Follower, step: ExpectedStep, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
         """Run a call that the script has at this place, and take from it what backward needs."""
-        func, name, index, outputs = step
+        func, name, index, expected, outputs = step
         if self._has_moments and name:
             self._policy.reach(name)
-        call = script.calls[index] if index >= 0 else None
-        if call is None:
-            self._position += 1
+        if expected is None:
+            follower.position += 1
             return func(*args, **kwargs)
         # Before it runs: what it makes could not be told from what it reads.
-        is_same = self._is_call(script, call, args, kwargs)
-        result = func(*args, **kwargs)
-        if not is_same or not self._take_outputs(script, outputs, result):
-            self._leave_script(script)
+        is_same = follower.is_call(expected, args, kwargs)
+        result = expected.run(*args, **kwargs) if is_same else func(*args, **kwargs)
+        if not is_same or not follower.take_outputs(outputs, result):
+            self._leave_script(follower)
             self._record(func, facts_of(func), args, kwargs, result)
             return result
-        self._position += 1
-        self.record.calls[index] = call
+        follower.position += 1
+        self.record.calls[index] = expected.call
         return result
 
-    def _leave_script(self, script: Script) -> None:
+    def _leave_script(self, follower: Follower) -> None:
         """Record from here on: this forward is another one than the script's."""
-        self._script = None
-        self._num_calls = sum(1 for step in script.steps[: self._position] if step.name)
+        self._follower = None
+        self._num_calls = sum(1 for step in follower.steps[: follower.position] if step.name)
         inputs = [n for n in self.record.nodes if n is not None and n.role is Role.INPUT]
         if inputs:
             self._num_named[self._input_name] = len(inputs)
-
-    def _has_followed(self) -> bool:
-        script = self._script
-        return (
-            script is not None
-            and self._position == len(script.steps) - 1
-            and self._num_packs == len(script.packs)
-        )
-
-    def _is_call(self, script: Script, call: Call, args: tuple[Any, ...], kwargs: Any) -> bool:
-        if len(args) != len(call.args) or len(kwargs) != len(call.kwargs):
-            return False
-        for known, given in zip(call.args, args, strict=True):
-            if known is not given and not self._is_argument(script, known, given):
-                return False
-        return not kwargs or all(
-            name in kwargs and self._is_argument(script, known, kwargs[name])
-            for name, known in call.kwargs.items()
-        )
-
-    def _is_argument(self, script: Script, known: Any, given: Any) -> bool:
-        if type(known) is Ref:
-            number, layout = known
-            node = self._followed_node(script, given, number, layout)
-            if node is None:
-                return False
-            if not node.is_root and node.decision is not Decision.RECOMPUTE:
-                self._take_root(node, given)
-            return True
-        if type(known) is list:
-            return (
-                isinstance(given, list | tuple)
-                and len(known) == len(given)
-                and all(self._is_argument(script, k, g) for k, g in zip(known, given, strict=True))
-            )
-        return not isinstance(given, Tensor) and is_same_number(known, given)
-
-    def _followed_node(
-        self, script: Script, tensor: Any, index: int, layout: Layout
-    ) -> Node | None:
-        """Return the node that the script has for a tensor; None if it is another one."""
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            return None
-        if tensor.is_nested or not layout.is_of(tensor):
-            return None
-        storage = tensor.untyped_storage()
-        key = storage_address(storage)
-        node = self._by_storage.get(key)
-        if node is not None:
-            return node if node.index == index else None
-        facts = script.nodes[index]
-        if facts is None or facts.call >= 0 or self.record.nodes[index] is not None:
-            return None
-        if storage.nbytes() != facts.num_bytes or not is_plain(tensor):
-            return None
-        if not self._has_role(tensor, key, facts.role):
-            return None
-        if facts.role is Role.INPUT and self._has_moments:
-            self._policy.reach(facts.name)
-        node = self._followed_new(storage, key, facts, index, tensor.device == self._device)
-        if facts.role is not Role.COMPUTED and node.place is None:
-            self._hold(node, tensor)
-        return node
-
-    def _has_role(self, tensor: Tensor, key: int, role: Role) -> bool:
-        """Return whether what comes from outside what is replayed has the role that it had."""
-        if role is Role.PARAMETER:
-            return self._parameters.get(key) is not None
-        is_input = key in self._inputs and tensor.device == self._device
-        if is_input is not (role is Role.INPUT) or type(tensor) is torch.nn.Parameter:
-            return False
-        if self._parameters.known(key) is not None:
-            return False
-        # Made outside the block, or in it by a call that is not replayed: by which one matters
-        # for its name alone.
-        return role in _FROM_ANYWHERE
-
-    def _followed_new(
-        self, storage: torch.UntypedStorage, key: int, facts: NodeFacts, index: int, is_here: bool
-    ) -> Node:
-        decision, place = facts.decision, None
-        if facts.is_asked and is_here:
-            decision, place = self._policy.decide(
-                facts.name,
-                is_replayable=decision is Decision.RECOMPUTE,
-                num_bytes=facts.num_bytes,
-            )
-            if decision is not facts.decision:
-                self._is_as_planned = False
-        node = Node(
-            index, facts.name, facts.role, facts.kind, facts.op, facts.group, facts.num_bytes,
-            decision, place,
-        )  # fmt: skip
-        node.call = facts.call
-        self.record.nodes[index] = node
-        self._enter(node, storage, key)
-        return node
-
-    def _take_outputs(
-        self, script: Script, outputs: tuple[tuple[int, int], ...], result: Any
-    ) -> bool:
-        """Make nodes of the outputs that backward needs; returns whether they are as expected."""
-        for position, index in outputs:
-            output = result
-            if isinstance(result, tuple | list):
-                output = result[position] if position < len(result) else None
-            facts = script.nodes[index]
-            if facts is None or not isinstance(output, Tensor) or not is_plain(output):
-                return False
-            storage = output.untyped_storage()
-            key = storage_address(storage)
-            # No parameter either: it would be an argument, and have a node.
-            if key in self._by_storage or storage.nbytes() != facts.num_bytes:
-                return False
-            self._followed_new(storage, key, facts, index, output.device == self._device)
-        return True
 
     # -- a forward that is recorded ------------------------------------------------------------
 
@@ -472,7 +318,7 @@ class Tape(TorchDispatchMode):
         self, func: Any, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         outputs = result if isinstance(result, tuple | list) else (result,)
-        if not any(isinstance(o, Tensor) and self._is_new(o) for o in outputs):
+        if not any(isinstance(o, Tensor) and self.nodes.is_new(o) for o in outputs):
             if self.trace is not None:
                 self.trace.add_call(func, "", -1, ())
             return
@@ -495,11 +341,11 @@ class Tape(TorchDispatchMode):
         numbers: list[int] = []
         is_recomputed = False
         for position, output in enumerate(outputs):
-            if not (isinstance(output, Tensor) and self._is_new(output)):
+            if not (isinstance(output, Tensor) and self.nodes.is_new(output)):
                 numbers.append(-1)
                 continue
             is_opaque_seed = kind is OpKind.ATTENTION and position >= _NUM_ATTENTION_VALUES
-            node = self._new_node(
+            node = self.nodes.add(
                 output,
                 f"{base}.{position}" if len(outputs) > 1 else base,
                 Role.DERIVED if is_derived else Role.COMPUTED,
@@ -522,7 +368,10 @@ class Tape(TorchDispatchMode):
         if self.trace is not None:
             self.trace.add_call(func, base, call_index, numbers)
         if is_replayable:
-            call = Call(func, call_args, call_kwargs, tuple(inputs), tuple(numbers))
+            # A number may come first where a tensor is meant, which direct calls do not take.
+            is_direct = bool(args) and isinstance(args[0], Tensor)
+            run = facts.direct if is_direct else func
+            call = Call(func, run, call_args, call_kwargs, tuple(inputs), tuple(numbers))
             self.record.calls.append(call)
         if is_recomputed:
             for node in inputs.values():
@@ -543,31 +392,31 @@ class Tape(TorchDispatchMode):
         outside: set[int] = set()
         for target in targets:
             key = storage_key(target)
-            old = self._by_storage.get(key)
+            old = self.nodes.by_storage.get(key)
             if old is not None:
                 self._part_with(old)
                 if old.role is Role.SHARED or old.is_outside:
                     outside.add(key)
-            elif key not in self._inputs and key != self._stream:
+            elif key not in self.nodes.inputs and key != self.nodes.stream:
                 outside.add(key)
         result = self._run(func, args, kwargs)
         kind = OpKind.RANDOM if facts.kind is OpKind.RANDOM else OpKind.OPAQUE
         for target in targets:
             key = storage_key(target)
-            if self._parameters.get(key) is not None:
-                self._by_storage.pop(key, None)
-                self._written.add(key)
+            if self.nodes.parameters.get(key) is not None:
+                self.nodes.by_storage.pop(key, None)
+                self.nodes.written.add(key)
                 continue
             node = self._new_opaque(func, facts, target, kind)
             node.is_outside = key in outside
         for output in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(output, Tensor) and self._is_new(output):
+            if isinstance(output, Tensor) and self.nodes.is_new(output):
                 self._new_opaque(func, facts, output, kind)
         return result
 
     def _new_opaque(self, func: Any, facts: OpFacts, tensor: Tensor, kind: OpKind) -> Node:
         name = self._name(func, facts.name)
-        return self._new_node(
+        return self.nodes.add(
             tensor, name, Role.COMPUTED, kind, facts.name, name, is_replayable=False
         )
 
@@ -597,10 +446,10 @@ class Tape(TorchDispatchMode):
             return self._pack_subclass(tensor)
         if type(tensor) is torch.nn.Parameter and is_gathered_for_its_module(tensor):
             return _Alias(tensor, tensor._version)  # itself, as torch does: it is gathered again
-        self._held_id = 0
-        script = self._script
-        if script is not None:
-            found = self._followed_pack(script, tensor)
+        self.nodes.held_id = 0
+        follower = self._follower
+        if follower is not None:
+            found = follower.take_pack(tensor)
             if found is not None:
                 node, layout = found
                 if node.decision is Decision.RECOMPUTE:
@@ -609,8 +458,8 @@ class Tape(TorchDispatchMode):
                     return self._handle(node, tensor, layout)
         with pause_dispatch():
             is_ours = is_plain(tensor) and tensor.device == self._device
-            if is_ours and script is not None:
-                self._leave_script(script)
+            if is_ours and follower is not None:
+                self._leave_script(follower)
             if self.is_over:
                 return self._pack_after_end(tensor)
             if not is_ours:
@@ -650,23 +499,6 @@ class Tape(TorchDispatchMode):
             self._note_over()
         return packed
 
-    def _followed_pack(self, script: Script, tensor: Tensor) -> tuple[Node, Layout] | None:
-        """Return node and layout of what the script says is saved next, if that is `tensor`."""
-        if self._num_packs == len(script.packs) or tensor.layout is not torch.strided:
-            return None
-        index, layout = script.packs[self._num_packs]
-        if storage_key(tensor) in self._by_storage:
-            node = self._followed_node(script, tensor, index, layout)
-        elif tensor.device == self._device:
-            with pause_dispatch():
-                node = self._followed_node(script, tensor, index, layout)
-        else:
-            return None
-        if node is None:
-            return None
-        self._num_packs += 1
-        return node, layout
-
     def _store(self, node: Node, tensor: Tensor, handle: Handle) -> None:
         layout = handle.layout
         if node.slot is not None:
@@ -676,9 +508,9 @@ class Tape(TorchDispatchMode):
                 self.record.traffic.watch_alias(node.slot, *self._outer)
             return
         is_held = node.kept is not None
-        self._hold(node, tensor)
+        self.nodes.hold(node, tensor)
         if node.kept is not None and not node.is_copy:
-            alias = alias_of(tensor) if is_held and self._held_id != id(tensor) else node.kept
+            alias = alias_of(tensor) if is_held and self.nodes.held_id != id(tensor) else node.kept
             node.watched[handle.number] = alias, handle.version
             if self._outer is not None:
                 node.outers.append(self._outer)
@@ -701,34 +533,7 @@ class Tape(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     tensors[storage_key(tensor)] = tensor
         for key, tensor in tensors.items():
-            self._take_root(self._by_storage[key], tensor)
-
-    def _take_root(self, node: Node, tensor: Tensor) -> None:
-        node.is_root = True
-        if node.source is None and not node.is_copy and self._may_be_written(node, tensor):
-            with pause_dispatch():
-                # Not shared: writes through `.data` move no version, so none says which is right.
-                node.source = clone_storage(tensor)
-        if node.decision is Decision.RECOMPUTE or node.slot is not None:
-            return
-        self._hold(node, tensor)
-        if node.place is not None:
-            if self.is_checked:
-                self.roots.append((node, alias_of(tensor)))
-            self.record.evict(node)
-
-    def _may_be_written(self, node: Node, tensor: Tensor) -> bool:
-        """Return whether what is only referenced may have another value in backward.
-
-        That is legal where autograd does not save it, as where a module clones its buffers.
-        """
-        if node.role is Role.PARAMETER:
-            key = storage_key(tensor)
-            is_buffer = not isinstance(self._parameters.get(key), torch.nn.Parameter)
-            return key in self._written or (is_buffer and node.num_bytes <= _MAX_COPIED_BYTES)
-        if node.is_outside:
-            return True  # the next block may write to it as this one did
-        return node.role is Role.SHARED and node.num_bytes <= _MAX_COPIED_BYTES
+            self.nodes.take_root(self.nodes.by_storage[key], tensor)
 
     # -- nodes ---------------------------------------------------------------------------------
 
@@ -746,25 +551,19 @@ class Tape(TorchDispatchMode):
             return [self._recorded(a, inputs) for a in argument]
         return argument
 
-    def _is_new(self, tensor: Tensor) -> bool:
-        if not is_plain(tensor):
-            return False
-        key = storage_key(tensor)
-        return key not in self._by_storage and self._parameters.get(key) is None
-
     def _node_of(self, tensor: Tensor) -> Node:
         """Return the node that a tensor stands on, making one for what comes from outside."""
         key = storage_key(tensor)
-        node = self._by_storage.get(key)
+        node = self.nodes.by_storage.get(key)
         if node is not None:
             return node
         return self._node_from_outside(tensor, *self._role_of(tensor, key))
 
     def _role_of(self, tensor: Tensor, key: int) -> tuple[Role, str]:
         """Return the role of what comes from outside, and the name of its node."""
-        if self._parameters.get(key) is not None:
+        if self.nodes.parameters.get(key) is not None:
             return Role.PARAMETER, "parameter"
-        if key in self._inputs and tensor.device == self._device:
+        if key in self.nodes.inputs and tensor.device == self._device:
             return Role.INPUT, self._input_name
         return Role.SHARED, "shared"
 
@@ -773,81 +572,13 @@ class Tape(TorchDispatchMode):
             name = self._unique(name)
             if self._has_moments:
                 self._policy.reach(name)
-        node = self._new_node(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
-        if role is Role.PARAMETER:
-            key = storage_key(tensor)
-            parameter = self._parameters.get(key)
-            if parameter is not None and is_gathered_for_its_module(parameter):
-                self._passing.add(node.index)
-                self._storages.append(StorageRef(tensor.untyped_storage()))
-                return node  # not held: it would stay gathered as long as the graph
+        node = self.nodes.add(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
+        if role is Role.PARAMETER and self.nodes.pass_by(tensor):
+            self._passing.add(node.index)
+            return node
         if node.place is None:
-            self._hold(node, tensor)
+            self.nodes.hold(node, tensor)
         return node
-
-    def _hold(self, node: Node, tensor: Tensor) -> None:
-        """Keep a node's storage for as long as its record needs it."""
-        if node.kept is not None:
-            return
-        if self._copies_inputs and (node.role is Role.INPUT or storage_key(tensor) == self._stream):
-            self.held_inputs.append(
-                self._outers.get(storage_key(tensor)) or (alias_of(tensor), tensor._version)
-            )
-            with pause_dispatch():
-                node.kept = clone_storage(tensor)
-            node.version, node.is_copy = node.kept._version, True
-            return
-        node.kept, node.version, self._held_id = alias_of(tensor), tensor._version, id(tensor)
-        outer = self._outer_of(node, storage_key(tensor))
-        if outer is not None:
-            node.outers.append(outer)
-        owner = tensor._base if tensor._base is not None else tensor
-        # A part of a storage that is no view counts its versions apart from the other parts, as
-        # those of `unsafe_split` do: an equal version does not tell that the storage is the same.
-        node.is_shared = owner.numel() * owner.element_size() >= node.num_bytes
-
-    def _outer_of(self, node: Node, key: int) -> Outer | None:
-        """Return the DTensor that counts the writes to what comes from outside the block."""
-        if node.role is Role.PARAMETER:
-            parameter = self._parameters.get(key)
-            if parameter is None or local_of(parameter) is None:
-                return None
-            return Outer(parameter, parameter._version)
-        return self._outers.get(key)
-
-    def _new_node(
-        self,
-        tensor: Tensor,
-        name: str,
-        role: Role,
-        kind: OpKind,
-        op: str,
-        group: str,
-        *,
-        is_replayable: bool,
-    ) -> Node:
-        storage = tensor.untyped_storage()
-        num_bytes = storage.nbytes()
-        place = None
-        if role is Role.DERIVED:
-            decision = Decision.RECOMPUTE if is_replayable else Decision.KEEP
-        elif role is Role.PARAMETER or role is Role.SHARED or tensor.device != self._device:
-            decision = Decision.KEEP
-        else:
-            decision, place = self._policy.decide(
-                name, is_replayable=is_replayable, num_bytes=num_bytes
-            )
-        nodes = self.record.nodes
-        node = Node(len(nodes), name, role, kind, op, group, num_bytes, decision, place)
-        nodes.append(node)
-        self._enter(node, storage, storage_address(storage))
-        return node
-
-    def _enter(self, node: Node, storage: torch.UntypedStorage, key: int) -> None:
-        self._by_storage[key] = node
-        if node.role is not Role.PARAMETER:  # its node holds it to the block's end
-            # Design rule 3: while it is weakly held, the address cannot mean another storage.
-            self._storages.append(StorageRef(storage))
 
     def _name(self, func: Any, op: str, *, is_matmul: bool = False) -> str:
         """Return the name of the call that has just run."""
