@@ -4,6 +4,12 @@
 
 GPT-2 124M shape, random weights, batch 1, bf16, eager. With few tokens the device waits for the
 host, so a step takes what it takes to issue. Strategies take turns; a step is forward and backward.
+
+Without a GPU, `--device cpu --tiny` measures the CPU time of steps of a narrow model, with copies
+in memory (`host_work.py` says what that leaves out):
+
+    PYTHONPATH=src OMP_NUM_THREADS=1 python3 benchmarks/overhead.py --device cpu --tiny \\
+        --out benchmarks/results/overhead-cpu.json
 """
 
 from __future__ import annotations
@@ -15,24 +21,37 @@ import statistics
 import sys
 import time
 from collections.abc import Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from host_work import (
+    MOMENTS,
+    TINY_CONTEXT,
+    TINY_VOCABULARY,
+    TINY_WIDTH,
+    Turns,
+    attached_in_memory,
+)
 
 from ebbtide.torch import attach
 
 STRATEGIES = "keep,checkpoint,recompute,offload-inputs,balanced,budget"
+TINY_STRATEGIES = f"keep,checkpoint,recompute,offload-inputs,balanced,{MOMENTS}"
+NUM_TINY_WARM_UP = 6
+"""Until every block follows a script: one step observes, one is checked, two are recorded."""
+NUM_TINY_ROUNDS = 60
 NUM_WARM_UP = 14
 """A budget's plan is corrected twice by then."""
 NUM_STEPS = 10
 NUM_ROUNDS = 2
 
 
-def make_model(context: int, device: str) -> Any:
+def make_model(context: int, device: str, **options: int) -> Any:
     make_config: Any = transformers.GPT2Config
-    config = make_config(n_positions=context, use_cache=False)
+    config = make_config(n_positions=context, use_cache=False, **options)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     torch.manual_seed(0)
     model: Any = transformers.GPT2LMHeadModel(config)
@@ -95,17 +114,50 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--strategies", default=STRATEGIES)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    model = make_model(options.context, options.device)
+def make_tiny_model() -> Any:
+    sizes = {"n_embd": TINY_WIDTH, "vocab_size": TINY_VOCABULARY}
+    return make_model(TINY_CONTEXT, "cpu", **sizes, bos_token_id=0, eos_token_id=0).float()
+
+
+def measure_tiny(names: list[str], num_rounds: int = NUM_TINY_ROUNDS) -> dict[str, dict[str, Any]]:
+    """Return a row for each strategy: CPU time of its steps, and its ratio to checkpointing."""
+    torch.set_num_threads(1)
     torch.manual_seed(1)
-    ids = torch.randint(0, 50257, (1, options.context), device=options.device)
-    names = options.strategies.split(",")
+    ids = torch.randint(0, TINY_VOCABULARY, (1, TINY_CONTEXT))
+    with contextlib.ExitStack() as stack:
+        forwards: dict[str, Any] = {}
+        for name in names:
+            model = make_tiny_model()
+            is_plain = name in ("keep", "checkpoint")
+            stack.enter_context(
+                strategy(name, model, 0) if is_plain else attached_in_memory(model, name)
+            )
+            forwards[name] = partial(_loss_of, model, ids)
+        Turns(forwards=forwards).run(NUM_TINY_WARM_UP)
+        turns = Turns(forwards=forwards)
+        turns.run(num_rounds)
+    ratios = turns.ratios("checkpoint" if "checkpoint" in names else names[0])
+    return {
+        name: {
+            "strategy": name,
+            "ratio": round(ratios[name], 3),
+            "step_ms_all": [ns / 1e6 for ns in turns.step_ns[name]],
+            "forward_host_ms_all": [ns / 1e6 for ns in turns.forward_ns[name]],
+            "peak_bytes": 0,
+        }
+        for name in names
+    }
+
+
+def _loss_of(model: Any, ids: torch.Tensor) -> Any:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def measure_all(names: list[str], context: int, device: str) -> dict[str, dict[str, Any]]:
+    """Return a row for each strategy: times of its steps, and their peak."""
+    model = make_model(context, device)
+    torch.manual_seed(1)
+    ids = torch.randint(0, 50257, (1, context), device=device)
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(NUM_ROUNDS):
         for name in names:
@@ -118,13 +170,31 @@ def main() -> None:
                     rows[name][key] += row[key]
             else:
                 rows[name] = row
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--strategies")
+    parser.add_argument("--tiny", action="store_true", help="CPU time of a narrow model")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    if options.tiny and options.device != "cpu":
+        parser.error("--tiny measures the host alone: give --device cpu with it")
+    given = options.strategies or (TINY_STRATEGIES if options.tiny else STRATEGIES)
+    names: list[str] = [*given.split(",")]
+    rows = (
+        measure_tiny(names) if options.tiny else measure_all(names, options.context, options.device)
+    )
     for row in rows.values():
         for key in ("step_ms", "forward_host_ms"):
             row[key] = statistics.median(row[f"{key}_all"])
     reference = rows.get("checkpoint", rows[names[0]])["step_ms"]
     print(f"{'strategy':16}{'step ms':>9}{'x ckpt':>8}{'host fwd':>10}{'peak MiB':>10}")
     for name, row in rows.items():
-        ratio = row["step_ms"] / reference
+        ratio = row.get("ratio", row["step_ms"] / reference)
         peak_mib = row["peak_bytes"] / 2**20
         print(
             f"{name:16}{row['step_ms']:9.2f}{ratio:8.3f}{row['forward_host_ms']:10.2f}"
@@ -136,8 +206,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"PYTHONPATH=src python3 benchmarks/overhead.py --context {options.context} "
-        f"--strategies {options.strategies} --out benchmarks/results/overhead.json",
+        "command": "PYTHONPATH=src python3 benchmarks/overhead.py " + " ".join(sys.argv[1:]),
     }
     options.out.write_text(json.dumps({"facts": facts, "rows": list(rows.values())}, indent=1))
 

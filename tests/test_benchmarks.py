@@ -3,7 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from benchmarks.host_work import MOMENTS, attached_in_memory
 from benchmarks.peers_report import draw, find_front, write_page
+from tests.torch.models import gpt2
+from tests.torch.training import differences, language_step, seeded, train
 
 NOTHING: dict[str, Any] = {
     **{"step_ms": None, "step_ms_range": None, "x_keep": None, "peak_gib": None, "host_gib": None},
@@ -66,3 +72,18 @@ def test_a_panel_is_drawn_for_each_workload_with_a_finished_row(tmp_path: Path) 
     assert draw({"one": {**RESULT, "rows": [TRL]}}, tmp_path / "none.png") is None
     path = draw({"one": RESULT, "two": RESULT}, tmp_path / "two.png")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.own_scripts
+def test_the_stand_in_for_a_gpu_moves_bytes_follows_scripts_and_changes_no_gradient() -> None:
+    wanted = train(seeded(lambda: gpt2(dropout=0.0)), language_step, num_steps=6)
+    model = seeded(lambda: gpt2(dropout=0.0))
+    torch.manual_seed(0)
+    with attached_in_memory(model, MOMENTS) as runtime:
+        got = train(model, language_step, num_steps=6)
+        assert runtime.plan is not None
+        assert runtime.plan.release_at and runtime.plan.fetch_at
+        assert runtime.ledger.snapshot().host.moved_out_bytes == 5 * runtime.plan.host_bytes > 0
+        assert runtime.num_followed > 0
+        assert runtime.ledger.snapshot().num_kept_not_understood == ()
+    assert differences(got, wanted) == []
