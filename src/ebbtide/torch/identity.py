@@ -8,6 +8,7 @@ storage, so equal keys mean the same storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -68,14 +69,15 @@ class Layout(NamedTuple):
 
         Nothing is copied.
         """
-        if self.dtype is owner.dtype and not (owner.is_conj() or owner.is_neg()):
-            if (
-                self.offset == owner.storage_offset()
-                and self.shape == owner.shape
-                and self.stride == owner.stride()
-            ):
-                return self._with_bits(owner)
-            return self._with_bits(owner.as_strided(self.shape, self.stride, self.offset))
+        offset, shape, stride, dtype, is_conj, is_neg = self
+        if dtype is owner.dtype and not (owner.is_neg() or (dtype.is_complex and owner.is_conj())):
+            is_same = (
+                shape == owner.shape
+                and stride == owner.stride()
+                and offset == owner.storage_offset()
+            )
+            view = owner if is_same else owner.as_strided(shape, stride, offset)
+            return self._with_bits(view) if is_conj or is_neg else view
         view = torch.empty(0, dtype=self.dtype, device=owner.device)
         view.set_(owner.untyped_storage(), self.offset, self.shape, self.stride)
         return self._with_bits(view)
@@ -95,10 +97,8 @@ class Layout(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of the distinct elements; an expanded dimension counts once."""
-        num_elements = 1
-        for n in self.compact_shape:
-            num_elements *= n
-        return num_elements * self.dtype.itemsize
+        shape = self.compact_shape if 0 in self.stride else self.shape
+        return prod(shape) * self.dtype.itemsize
 
     @property
     def has_overlap(self) -> bool:

@@ -594,13 +594,14 @@ class Record:
         self.num_replayed_calls += len(needed)
 
     def _run_all(self, indices: Sequence[int], wanted: Node) -> None:
+        nodes = self.nodes
         for index in indices:
             call = self.calls[index]
             assert call is not None
             outputs = self._run(call)
             for output, i in zip(outputs, call.outputs, strict=True):
-                node = None if i < 0 else self.nodes[i]
-                if node is None or node.is_stored or (node.num_uses == 0):
+                node = None if i < 0 else nodes[i]
+                if node is None or node.num_uses == 0 or node.is_stored:
                     continue
                 assert node.layout is None or Layout.of(output) == node.layout, (
                     f"bug in ebbtide: a replay changed the layout of {node.name}"
@@ -609,9 +610,12 @@ class Record:
             if self.watch is not None:
                 self.watch.note_peak(self)
             for i in call.inputs:
-                node = self.node(i)
+                node = nodes[i]
+                assert node is not None, "bug in ebbtide: a node that is needed was dropped"
                 if node is not wanted:
-                    self._use(node)
+                    node.num_left -= 1
+                    if node.num_left <= 0:
+                        self._drop(node)
 
     def _run(self, call: Call) -> Sequence[Any]:
         _, run, args, kwargs, _, _ = call
