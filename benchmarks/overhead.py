@@ -141,8 +141,8 @@ def measure_tiny(names: list[str], num_rounds: int = NUM_TINY_ROUNDS) -> dict[st
         name: {
             "strategy": name,
             "ratio": round(ratios[name], 3),
-            "step_ms_all": [ns / 1e6 for ns in turns.step_ns[name]],
-            "forward_host_ms_all": [ns / 1e6 for ns in turns.forward_ns[name]],
+            "step_ms_all": [round(ns / 1e6, 2) for ns in turns.step_ns[name]],
+            "forward_host_ms_all": [round(ns / 1e6, 2) for ns in turns.forward_ns[name]],
             "peak_bytes": 0,
         }
         for name in names
