@@ -70,6 +70,8 @@ class Held:
     host_taken_bytes: int
     tier_bytes: int
     """In host memory and on disk together; nothing is between two steps."""
+    disk_file_bytes: int
+    """Length of the disk tier's file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,7 @@ class Trainee:
         raise AssertionError("the backward did not fail")
 
 
-def note(step: int, tide: Tide, device: str) -> Held:
+def note(step: int, tide: Tide, device: str, folder: str) -> Held:
     """Return what is held now."""
     gc.collect()
     is_cuda = device == "cuda"
@@ -194,7 +196,19 @@ def note(step: int, tide: Tide, device: str) -> Held:
         device_reserved_bytes=torch.cuda.memory_reserved() if is_cuda else 0,
         host_taken_bytes=tide.host_taken_bytes,
         tier_bytes=counts.host.held_bytes + counts.disk.held_bytes + counts.held_device_bytes,
+        disk_file_bytes=measure_files(folder),
     )
+
+
+def measure_files(folder: str) -> int:
+    """Return how long the files are together that this process has open in a folder."""
+    num_bytes = 0
+    for name in os.listdir("/proc/self/fd"):
+        link = f"/proc/self/fd/{name}"
+        # Listing opens a descriptor that is gone by now.
+        if os.path.lexists(link) and os.readlink(link).startswith(f"{folder}/"):
+            num_bytes += os.stat(link).st_size
+    return num_bytes
 
 
 def find_growth(notes: list[Held]) -> list[Growth]:
@@ -206,6 +220,8 @@ def find_growth(notes: list[Held]) -> list[Growth]:
         **{"resident_bytes": (0.03, 8 << 20), "device_reserved_bytes": (0.03, 2 << 20)},
         **{"num_objects": (0.01, 200), "num_files": (0.0, 0), "num_threads": (0.0, 4)},
         **{"device_bytes": (0.0, 0), "host_taken_bytes": (0.0, 0), "tier_bytes": (0.0, 0)},
+        # What a longer batch than any before did not fit into is added once.
+        "disk_file_bytes": (0.0, 0),
     }
     found: list[Growth] = []
     for name, (fraction, number) in allowed.items():
@@ -216,7 +232,9 @@ def find_growth(notes: list[Held]) -> list[Growth]:
     return found
 
 
-def soak(tide: Tide, ours: Trainee, plain: Trainee, options: argparse.Namespace) -> dict[str, Any]:
+def soak(
+    tide: Tide, ours: Trainee, plain: Trainee, options: argparse.Namespace, folder: str
+) -> dict[str, Any]:
     """Take the steps; returns what was seen."""
     draw = random.Random(options.seed)
     num_events: Counter[str] = Counter()
@@ -248,7 +266,7 @@ def soak(tide: Tide, ours: Trainee, plain: Trainee, options: argparse.Namespace)
             losses.append(float(got[0]))
         del wanted, got, ids
         if step % NOTED_EVERY == NOTED_EVERY - 1:
-            notes.append(note(step, tide, options.device))
+            notes.append(note(step, tide, options.device, folder))
     growth = find_growth(notes)
     counts = tide.statistics()
     return {
@@ -298,7 +316,7 @@ def main(arguments: list[str]) -> int:
         asked = {"budget": options.budget} if options.budget else {"plan": options.plan}
         disk = f"{folder}:4GiB" if options.device == "cpu" else None
         with attach(model, **asked, disk=disk) as tide:
-            seen = soak(tide, ours, plain, options)
+            seen = soak(tide, ours, plain, options, folder)
     facts = {
         "command": " ".join(["PYTHONPATH=src python3 benchmarks/soak.py", *arguments]),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",

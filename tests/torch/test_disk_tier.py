@@ -105,6 +105,15 @@ def test_two_disks_with_checksums_leave_the_bits_that_they_got(tmp_path: Path) -
     assert differences(trace, train(seeded(stack), feature_step)) == []
 
 
+def test_a_named_plan_has_less_in_flight_on_a_cpu_than_on_a_gpu(tmp_path: Path) -> None:
+    model = seeded(stack)
+    with in_folder(tmp_path)(model) as tide:
+        train_attached(tide, model, feature_step)
+        assert tide.plan is not None
+        limits = (tide.plan.max_out_bytes_in_flight, tide.plan.max_in_bytes_in_flight)
+    assert limits == (64 * 2**20, 64 * 2**20)
+
+
 def test_checksums_without_a_disk_are_refused() -> None:
     with pytest.raises(ValueError, match="disk_checksums=True was given without a disk"):
         attach(seeded(stack), "recompute", disk_checksums=True)

@@ -104,6 +104,7 @@ def named_plan(
     *,
     tier: Decision = Decision.HOST,
     min_bytes: int = MIN_BYTES,
+    min_in_flight_bytes: int = MIN_IN_FLIGHT_BYTES,
 ) -> Plan:
     """Make the plan called `name` for a workload.
 
@@ -116,6 +117,8 @@ def named_plan(
         workload: What the model keeps, as observed.
         tier: HOST or DISK: where evicted activations go.
         min_bytes: A smaller activation is never moved; where it would be, it is KEEP.
+        min_in_flight_bytes: In each direction so much may be on its way at once, or what a block
+            moves where that is more.
 
     Raises:
         PlanError: The name is unknown, or K is malformed or more than the workload's blocks.
@@ -142,7 +145,7 @@ def named_plan(
         max_block_bytes = max(max_block_bytes, _sum_bytes(block, block_decisions, tier))
     # No smaller than any single activation that moves, since it is no smaller than the sum over
     # its block; a limit below that would let the runtime wait for ever.
-    in_flight_bytes = max(MIN_IN_FLIGHT_BYTES, max_block_bytes)
+    in_flight_bytes = max(min_in_flight_bytes, max_block_bytes)
     return Plan(
         name=name,
         model=workload.model,
