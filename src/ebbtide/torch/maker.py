@@ -30,7 +30,7 @@ log = logging.getLogger("ebbtide")
 
 _ENDLESS_BYTES = 2**62
 
-CPU_MIN_IN_FLIGHT_BYTES = 64 * 2**20
+CPU_MIN_IN_FLIGHT_BYTES = 32 * 2**20
 """For `named_plan`. A CPU takes longer over a block than a disk: with 256 MiB, as a GPU's link
 needs, `offload` of SmolLM2-135M at 2048 tokens took 0.5 GiB more than with 48, and no less time."""
 
