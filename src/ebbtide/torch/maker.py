@@ -31,8 +31,9 @@ log = logging.getLogger("ebbtide")
 _ENDLESS_BYTES = 2**62
 
 CPU_MIN_IN_FLIGHT_BYTES = 32 * 2**20
-"""For `named_plan`. A CPU takes longer over a block than a disk: with 256 MiB, as a GPU's link
-needs, `offload` of SmolLM2-135M at 2048 tokens took 0.5 GiB more than with 48, and no less time."""
+"""For `named_plan`. A CPU takes longer over a block than a disk does, so that the 256 MiB of a
+GPU's link would only be held for longer: `offload` of SmolLM2-135M at 2048 tokens took 24.2 s of
+CPU time a step with them and 23.9 with this (one run each, one thread, 2026-11-30)."""
 
 
 class PlanMaker:
