@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from ebbtide.compare.jax.child import EXACT
+from ebbtide.compare.jax.child import CPU_MACHINE, EXACT
 from ebbtide.compare.jax.layers import AttentionKind
 from ebbtide.compare.jax.model import LanguageModel, shapes_of_one
 from ebbtide.compare.jax.policies import ChosenBlocks, choose_blocks
 from ebbtide.compare.jax.shapes import DEEPSEEK_TINY, LLAMA_TINY, Shape
-from ebbtide.jax import residuals_of
+from ebbtide.jax import StepMemory, residuals_of
 
 # B batch, T tokens, D model width, N query heads, K key heads, H head width
 B, T = 2, 8
@@ -121,3 +121,46 @@ def test_gradients_have_the_bits_of_the_plain_blocks(strategy: str) -> None:
     plain, other = gradients(choose("no-remat", model)), gradients(choose(strategy, model))
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(plain))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, plain, other))
+
+
+@pytest.mark.slow
+def test_dense_and_expert_layers_are_planned_for_one_budget_and_have_the_plain_gradients() -> None:
+    shape = replace(DEEPSEEK_TINY, num_moe_layers=1)
+    model = make_model(shape)
+    params = model.draw_params(0)
+    ids = jax.random.randint(jax.random.key(1), (B, T), 0, shape.vocab_size)
+
+    def step(blocks: Any, params: Any, ids: Any) -> Any:
+        return jax.grad(lambda params: model.find_loss(blocks, params, ids))(params)
+
+    def measure(blocks: Any) -> tuple[int, Any]:
+        program = jax.jit(lambda *given: step(blocks, *given), compiler_options=dict(EXACT))
+        compiled: Any = program.lower(params, ids).compile()
+        return StepMemory.of(compiled).device_bytes, compiled(params, ids)
+
+    full_bytes, _ = measure(choose("full-remat", model).blocks)
+    plain_bytes, plain = measure(model.plain_blocks)
+    budget = (full_bytes + plain_bytes) // 2
+    assert full_bytes < budget < plain_bytes
+    chosen = choose_blocks(
+        "ebbtide",
+        model,
+        params,
+        describe_input(shape),
+        step=step,
+        args=(params, ids),
+        donate=(),
+        budget=str(budget),
+        machine=CPU_MACHINE,
+        host=None,
+        compiler_options=EXACT,
+    )
+    assert {note.partition(":")[0] for note in chosen.notes} == {"dense", "moe"}
+    assert chosen.plans[-1].planned.device_bytes <= budget
+    assert not all(plan.tide.keeps_everything for plan in chosen.plans)
+    for found, leaf in zip(
+        jax.tree.leaves(chosen.plans[-1].compiled(params, ids)),
+        jax.tree.leaves(plain),
+        strict=True,
+    ):
+        assert jnp.abs(found - leaf).max() <= 1e-6 * jnp.abs(leaf).max() > 0
