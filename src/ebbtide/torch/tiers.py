@@ -119,10 +119,12 @@ class Tiers:
         self.host_cap_bytes = host_cap_bytes
         self._make_host = make_host
         self._refused_bytes = {Decision.HOST: 0, Decision.DISK: 0}
-        self._last_copies: dict[Decision, list[tuple[int, int, Event]]] = {
-            Decision.HOST: [],
-            Decision.DISK: [],
+        self._last_copies: dict[Decision, dict[int, tuple[int, Event]]] = {
+            Decision.HOST: {},
+            Decision.DISK: {},
         }
+        """By the start of a free space that a copy touched: its end, and the last such copy. No two
+        overlap, since whoever takes a place and copies to it asks for these first."""
 
     def take(self, tier: Decision, num_bytes: int) -> Place | None:
         """Return room for `num_bytes` in `tier`, or None when it is full or absent."""
@@ -176,7 +178,7 @@ class Tiers:
         if self.host is not None:
             self.host.close()
         self.host = None
-        self._last_copies[Decision.HOST] = []
+        self._last_copies[Decision.HOST] = {}
 
     def grow_to_demand(self) -> None:
         """Make room for what was refused since the last call; only while nothing is held.
@@ -223,22 +225,28 @@ class Tiers:
         self._arena(place.tier).give_back(place.region)
         if last_copy is not None:
             first, end = _span(place.region)
-            self._last_copies[place.tier].append((first, end, last_copy))
+            known = self._last_copies[place.tier]
+            assert first not in known, "bug in ebbtide: a copy waited for no owner before it"
+            known[first] = end, last_copy
 
     def events_before_reuse(self, place: Place) -> tuple[Event, ...]:
         """Return the copies that must have passed before `place` may be written."""
         first, end = _span(place.region)
+        known = self._last_copies[place.tier]
+        same = known.get(first)
+        if same is not None and same[0] == end:  # as where steps do what the last one did
+            return (known.pop(first)[1],)
         events: list[Event] = []
-        left: list[tuple[int, int, Event]] = []
-        for start, stop, event in self._last_copies[place.tier]:
+        left: dict[int, tuple[int, Event]] = {}
+        for start, (stop, event) in known.items():
             if stop <= first or end <= start:
-                left.append((start, stop, event))
+                left[start] = stop, event
                 continue
             events.append(event)
             if start < first:
-                left.append((start, first, event))
+                left[start] = first, event
             if end < stop:
-                left.append((end, stop, event))
+                left[end] = stop, event
         self._last_copies[place.tier] = left
         return tuple(events)
 
