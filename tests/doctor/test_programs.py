@@ -39,7 +39,7 @@ def test_a_program_that_hangs_is_ended_and_what_it_wrote_is_kept(tmp_path: Path)
 
 def test_a_program_that_fails_tells_its_last_words() -> None:
     told = run(python("print('{}')\nraise RuntimeError('no driver')"), 60.0)
-    assert told == Told(text="{}\n", error="it ended with 1: RuntimeError: no driver")
+    assert told == Told(text="{}\n", error="it ended with 1: RuntimeError: no driver", status=1)
     assert run(["/no/such/program"], 60.0).error == (
         "it could not be started (No such file or directory)"
     )

@@ -105,6 +105,20 @@ def test_what_was_measured_before_a_driver_hung_is_kept_and_the_rest_is_named(
     )
 
 
+def test_a_gpu_without_chip_to_chip_links_is_no_riddle(tmp_path: Path) -> None:
+    """As one H200 answered."""
+    write_host(tmp_path)
+    write_pci(tmp_path, ADDRESS)
+    programs = Programs(
+        gpus=lines(TORCH, described(0, ADDRESS), alone(0)),
+        c2c=Told(text="", error="it ended with 3: no message", status=3),
+        nvlink=Told(text="", error="it ended with 9: no driver", status=9),
+    )
+    facts = survey(root=tmp_path, environ={}, find_version=version_of, run=programs.run)
+    assert [gpu.c2c_bytes_per_s for gpu in facts.gpus] == [None]
+    assert facts.unknown == ("nvlink links: nvidia-smi nvlink -s: it ended with 9: no driver",)
+
+
 def test_without_torch_and_without_a_system_it_says_what_it_could_not(tmp_path: Path) -> None:
     programs = Programs()
     facts = survey(root=tmp_path, environ={}, find_version=lambda _: None, run=programs.run)

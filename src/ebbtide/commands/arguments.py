@@ -146,9 +146,15 @@ def check_planner(name: str) -> None:
 
 def check_folder(option: str, path: Path) -> None:
     """Refuse a file that could not be written, before anything is computed."""
-    if path.is_dir():
+    try:
+        is_folder, has_folder = path.is_dir(), path.absolute().parent.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(
+            f"{option} {path}: the file cannot be written ({error.strerror}); name another"
+        ) from error
+    if is_folder:
         raise ValueError(f"{option} {path}: it is a folder; give the name of a file")
-    if not path.absolute().parent.is_dir():
+    if not has_folder:
         raise ValueError(
             f"{option} {path}: there is no folder {path.parent}; make it, or name another"
         )

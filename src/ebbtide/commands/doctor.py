@@ -13,7 +13,7 @@ from ebbtide.commands import doctor_jax
 from ebbtide.commands.arguments import check_folder
 from ebbtide.commands.doctor_json import describe_facts
 from ebbtide.commands.doctor_report import write_facts
-from ebbtide.commands.output import echo
+from ebbtide.commands.output import echo, write_file
 from ebbtide.doctor import Disk, Facts, Refusal, Severity, find, make_machine, survey
 from ebbtide.doctor.findings import in_order
 from ebbtide.errors import ExitCode
@@ -100,9 +100,9 @@ def _write(out: Path, facts: Facts, machine: Machine | Refusal) -> bool:
         _say(f"--out {out}: {machine.reason}.")
         return False
     try:
-        out.write_text(machine.to_json(), encoding="utf-8")
-    except OSError as error:
-        _say(f"--out {out}: the file cannot be written ({error.strerror}).")
+        write_file("--out", out, lambda: out.write_text(machine.to_json(), encoding="utf-8"))
+    except ValueError as error:
+        _say(str(error))
         return False
     of = (
         ""

@@ -11,7 +11,7 @@ import typer
 
 from ebbtide.commands.arguments import check_folder
 from ebbtide.commands.observe_report import write_workload_summary
-from ebbtide.commands.output import echo
+from ebbtide.commands.output import echo, write_file
 from ebbtide.compare.options import (
     BatchOption,
     ContextOption,
@@ -63,11 +63,9 @@ def observe(
         _refuse(error)
     workload = _observe(request)
     try:
-        out.write_text(workload.to_json(), encoding="utf-8")
-    except OSError as error:
-        _refuse(
-            ValueError(f"--out {out}: the file cannot be written ({error.strerror}); name another")
-        )
+        write_file("--out", out, lambda: out.write_text(workload.to_json(), encoding="utf-8"))
+    except ValueError as error:
+        _refuse(error)
     for line in write_workload_summary(workload):
         echo(line)
     _say(f"wrote {out}")

@@ -4,6 +4,9 @@ import re
 from fractions import Fraction
 from typing import Final
 
+NOT_AVAILABLE: Final = 3
+"""How it ends where the GPU has nothing of what was asked for; its manual page says so."""
+
 _GPU: Final = re.compile(r"^GPU \d+: .*\(UUID: (?:GPU-)?(?P<uuid>[0-9a-fA-F-]+)\)")
 _LINK: Final = re.compile(r"^\s+(?:C2C )?Link \d+: (?P<speed>\d+(?:\.\d+)?) GB/s")
 

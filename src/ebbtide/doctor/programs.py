@@ -27,6 +27,8 @@ class Told:
     text: str
     error: str = ""
     """Why it did not end well; "" if it did."""
+    status: int | None = 0
+    """Its exit status; None: it was not started, or did not end."""
 
     @property
     def records(self) -> tuple[dict[str, object], ...]:
@@ -72,7 +74,7 @@ def command_of(module: str, *arguments: str) -> list[str]:
 def run(command: Sequence[str], seconds: float) -> Told:
     """Run a program; kill it when its time is over, and do not start it where that is so."""
     if seconds <= 0:
-        return Told(text="", error="no time was left for it")
+        return Told(text="", error="no time was left for it", status=None)
     return wait_for(start(command), seconds)
 
 
@@ -97,19 +99,22 @@ def start(command: Sequence[str]) -> "subprocess.Popen[str] | OSError":
 def wait_for(process: "subprocess.Popen[str] | OSError", seconds: float) -> Told:
     """Wait for what `start` gave, and kill it when its time is over."""
     if isinstance(process, OSError):
-        return Told(text="", error=f"it could not be started ({process.strerror})")
+        error = f"it could not be started ({process.strerror})"
+        return Told(text="", error=error, status=None)
     try:
         text, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.kill()
-        return Told(text=_rest_of(process), error=f"it did not end within {seconds:.0f} s")
+        error = f"it did not end within {seconds:.0f} s"
+        return Told(text=_rest_of(process), error=error, status=None)
     except BaseException:
         process.kill()
         raise
     if process.returncode == 0:
         return Told(text=text)
     last = (errors.strip().splitlines() or ["no message"])[-1][:_MOST_WORDS]
-    return Told(text=text, error=f"it ended with {process.returncode}: {last}")
+    error = f"it ended with {process.returncode}: {last}"
+    return Told(text=text, error=error, status=process.returncode)
 
 
 def _rest_of(process: "subprocess.Popen[str]") -> str:

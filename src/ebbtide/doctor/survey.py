@@ -171,7 +171,7 @@ def _add_links(
     for what in ("c2c", "nvlink"):
         told = run(["nvidia-smi", what, "-s"], deadline.left_s(SMI_S))
         found[what] = nvidia_smi.read_speeds(told.text)
-        if told.error:
+        if told.error and told.status != nvidia_smi.NOT_AVAILABLE:
             unknown.append(f"{what} links: nvidia-smi {what} -s: {told.error}")
     return tuple(
         replace(
