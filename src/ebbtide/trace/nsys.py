@@ -204,7 +204,7 @@ class _Reader:
         return self._strings.get(number, otherwise) if isinstance(number, int) else otherwise
 
     def _read_kernels(self) -> None:
-        known: dict[tuple[object, object], tuple[Lane, str]] = {}
+        known: dict[tuple[object, ...], tuple[Lane, str, str]] = {}
         add = self._builder.add_work
         memory = HostMemory.UNKNOWN
         for process, start, end, device, stream, correlation, short, full, *shape in self._rows(
@@ -212,18 +212,16 @@ class _Reader:
             *("deviceId", "streamId", "correlationId", "shortName", "demangledName"),
             *("gridX", "gridY", "gridZ", "blockX", "blockY", "blockZ"),
         ):
-            key = short, full
+            key = (short, full, *shape)
             if key not in known:
                 name = self._name(full, "") or self._name(short, "unnamed kernel")
-                known[key] = lane_of_kernel(name), name
-            lane, name = known[key]
+                launch = "" if None in shape else name_launch(tuple(shape[:3]), tuple(shape[3:]))
+                known[key] = lane_of_kernel(name), name, launch
+            lane, name, launch = known[key]
             asked = -1 if correlation is None else correlation
-            launch = "" if None in shape else name_launch(tuple(shape[:3]), tuple(shape[3:]))
+            number = device or 0
             add(
-                Work(
-                    *(process, device or 0, lane, name, start, end),
-                    *(0, str(stream), memory, asked, launch),
-                )
+                Work(process, number, lane, name, start, end, 0, str(stream), memory, asked, launch)
             )
 
     def _read_copies(self) -> None:
