@@ -1,5 +1,6 @@
 """A whole step's peak, as XLA plans it, is within the budget."""
 
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from ebbtide.errors import BudgetError, ModelError
 from ebbtide.jax import Rates, StepPlan, plan_step
 from ebbtide.machine import Machine
+from ebbtide.plan import Decision
 from tests.jax import blocks
 from tests.jax.blocks import Array, Block
 
@@ -71,6 +73,23 @@ def test_a_step_is_planned_between_nothing_and_everything_recomputed() -> None:
     assert str(planned.report()).count("the whole step, as compiled for cpu") == 1
     with pytest.raises(BudgetError, match=r"no plan of uniform fits .* smallest that fits is"):
         plan(again // 2)
+
+
+@pytest.mark.slow
+def test_where_no_plan_that_was_tried_fits_everything_is_recomputed_if_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What XLA plans does not shrink byte for byte with what a plan stores."""
+    monkeypatch.setattr(import_module("ebbtide.jax.step"), "NUM_TRIES", 0)
+    planned = plan("100%")
+    assert planned.planned == planned.recomputed
+    assert set(planned.tide.plan.decisions.values()) <= {Decision.RECOMPUTE, Decision.KEEP}
+    assert not planned.tide.keeps_everything
+    assert planned.compiled.memory_analysis().temp_size_in_bytes == planned.recomputed.temp_bytes
+    with pytest.raises(BudgetError, match="no plan of 0 that were compiled keeps to"):
+        plan(planned.recomputed.device_bytes - 1)
+    with pytest.raises(BudgetError, match="no plan of 0 that were compiled keeps to"):
+        plan("100%", decide={"*": "KEEP"})
 
 
 def test_a_step_that_knows_its_block_by_itself_is_refused() -> None:
