@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from tests.torch.cases import Case, stack_of
 from tests.torch.models import NUM_BLOCKS, WIDTH, Gated, Router, features
@@ -300,6 +300,49 @@ def tuned_step(model: nn.Module, index: int) -> Tensor:
     return loss
 
 
+class Forces(Pair):
+    """Takes a gradient in its forward, as models of energies and forces do."""
+
+    def __init__(self, *, is_differentiable: bool) -> None:
+        super().__init__()
+        self.is_differentiable = is_differentiable
+
+    def forward(self, h_BTD: Tensor) -> Tensor:
+        x_BTD = h_BTD if self.is_differentiable else h_BTD.detach()
+        if not x_BTD.requires_grad:
+            x_BTD.requires_grad_()
+        y_BTD = self.first(x_BTD).tanh()
+        energy = ((y_BTD.exp() + 1.0).log() * y_BTD).square().sum()
+        (force_BTD,) = torch.autograd.grad(energy, x_BTD, create_graph=self.is_differentiable)
+        return h_BTD + self.second(self.first(h_BTD).sigmoid() * (0.1 * force_BTD).tanh())
+
+
+class Halving(TorchDispatchMode):
+    """Changes what an operator returns, as modes do that try out other numbers."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.ops.aten.tanh.default else result
+
+
+def halved_step(model: nn.Module, index: int) -> Tensor:
+    """Run forward under a dispatch mode of the program's, and backward without."""
+    with Halving():
+        loss = model(features()).square().mean()
+    loss.backward()
+    return loss
+
+
+def halved_backward_step(model: nn.Module, index: int) -> Tensor:
+    """Run backward under a dispatch mode of the program's, and forward without."""
+    loss = model(features()).square().mean()
+    with Halving():
+        loss.backward()
+    return loss
+
+
 class Updated(Pair):
     """Writes to a buffer through `.data`, as code for moving averages does: no version moves."""
 
@@ -551,6 +594,14 @@ KINDS = {
     "blocks that get a nested tensor": Case(build=RaggedStack),
     "another default dtype in forward": Case(build=stack_of(Positions), step=doubled_step),
     "other settings of libraries in forward": Case(build=stack_of(Convolved), step=tuned_step),
+    "a gradient in forward": Case(build=stack_of(Forces, is_differentiable=False)),
+    "a gradient in forward that is differentiated": Case(
+        build=stack_of(Forces, is_differentiable=True)
+    ),
+    "a mode of the program's around forward": Case(build=stack_of(Squares), step=halved_step),
+    "a mode of the program's around backward": Case(
+        build=stack_of(Squares), step=halved_backward_step
+    ),
     "a small buffer written through .data": Case(
         build=stack_of(Updated, num_rows=1), step=two_forwards_step
     ),

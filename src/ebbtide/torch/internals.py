@@ -9,8 +9,8 @@ tests of this module, not in the middle of somebody's run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from types import FrameType, FunctionType
@@ -22,8 +22,11 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode,
     _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
 )
 
 if TYPE_CHECKING or torch.distributed.is_available():
@@ -151,6 +154,26 @@ def is_top_mode(mode: TorchDispatchMode) -> bool:
 def is_active_mode(mode: TorchDispatchMode) -> bool:
     """Return whether `mode` sees the calls of this thread, whatever was entered since."""
     return any(entered is mode for entered in _get_current_dispatch_mode_stack())
+
+
+def active_modes() -> tuple[TorchDispatchMode, ...]:
+    """Return the dispatch modes that see the calls of this thread, in the order of entry."""
+    if not torch._C._len_torch_dispatch_stack():
+        return ()
+    return tuple(_get_current_dispatch_mode_stack())
+
+
+@contextmanager
+def under_modes(modes: Sequence[TorchDispatchMode]) -> Generator[None]:
+    """Let these dispatch modes alone see the calls of this thread; none is entered anew."""
+    with _disable_current_modes():
+        for mode in modes:
+            _push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in modes:
+                _pop_mode()
 
 
 def pop_pack_hook(pack: Callable[[Tensor], Any]) -> None:

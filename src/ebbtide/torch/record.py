@@ -243,13 +243,16 @@ class Record:
         """The records of the same forward of the model, this one too."""
         self.graphs: list[GraphFacts] = []
         """The compiled graphs that the forward ran, where something is known of them."""
+        self.is_sealed = False
+        """The block's forward has ended."""
         self.has_let_go = False
         self.freed: set[int] = set()
         """Nodes of which a check found that a parameter which they are made from was freed."""
         self.num_replayed_calls = 0
         self.watch: ReplayWatch | None = None
         self._pieces: dict[tuple[int, Layout], int] = {}
-        self._settings = Settings(device_type)
+        self.settings = Settings(device_type)
+        """Those of the block's start; what is replayed is computed under them."""
 
     def node(self, index: int) -> Node:
         """Return the node with this number."""
@@ -322,6 +325,7 @@ class Record:
                 self.nodes[index] = None
         if self.is_checked:
             self._count_uses(self._needed_calls(is_after_check=False))
+        self.is_sealed = True
 
     def _count_uses(self, needed: AbstractSet[int]) -> None:
         num_uses = [0] * len(self.nodes)
@@ -420,11 +424,15 @@ class Record:
                 )
             node.refuse_written_outer()
             owner = self._storage_of(node)
-            if node.num_left > 1 and alias is None and is_in_custom_backward():
+            is_last = node.num_left <= 1 and self.is_sealed
+            if not is_last and alias is None and is_in_custom_backward():
                 # It may write to what it saved, and the bytes are needed again.
                 owner = clone_storage(owner)
             tensor = layout.over(owner if alias is None or node.is_copy else alias)
-        self._use(node)
+        if self.is_sealed:
+            self._use(node)
+        else:
+            self.drop_device_copies()  # a gradient inside the block: no uses are counted yet
         return tensor
 
     def drop_device_copies(self) -> None:
@@ -589,7 +597,7 @@ class Record:
             assert call is not None, "bug in ebbtide: a call that is needed was dropped"
             todo += map(self.node, call.inputs)
         # What autocast casts are calls of their own.
-        with pause_autocast(), self._settings.in_force():
+        with pause_autocast(), self.settings.in_force():
             self._run_all(sorted(needed), wanted)
         self.num_replayed_calls += len(needed)
 
@@ -601,7 +609,7 @@ class Record:
             outputs = self._run(call)
             for output, i in zip(outputs, call.outputs, strict=True):
                 node = None if i < 0 else nodes[i]
-                if node is None or node.num_uses == 0 or node.is_stored:
+                if node is None or node.is_stored or (self.is_sealed and node.num_uses == 0):
                     continue
                 assert node.layout is None or Layout.of(output) == node.layout, (
                     f"bug in ebbtide: a replay changed the layout of {node.name}"
@@ -612,7 +620,7 @@ class Record:
             for i in call.inputs:
                 node = nodes[i]
                 assert node is not None, "bug in ebbtide: a node that is needed was dropped"
-                if node is not wanted:
+                if node is not wanted and self.is_sealed:
                     node.num_left -= 1
                     if node.num_left <= 0:
                         self._drop(node)

@@ -42,6 +42,7 @@ from ebbtide.torch.forward import (
 from ebbtide.torch.gradient_memory import Growth
 from ebbtide.torch.identity import storage_key
 from ebbtide.torch.internals import (
+    active_modes,
     call_after_backward,
     count_ooms,
     current_autograd_node,
@@ -532,15 +533,22 @@ class Runtime:
             return packed.over(self.unpack(packed.handle))
         if not isinstance(packed, Handle):
             return restore_alias(packed)
+        modes = active_modes()
         with self._lock:
+            if modes:
+                # A tape among them is that of a block which takes a gradient in its forward, and
+                # what is made again here is no part of that. The thread does not tell.
+                is_in_block = any(isinstance(mode, Tape) and not mode.is_over for mode in modes)
+                with torch.no_grad(), packed.record.settings.in_force():
+                    return self._restore(packed, is_in_block=is_in_block)
             if not torch.is_grad_enabled():
                 return self._restore(packed)
             with torch.no_grad():
                 return self._restore(packed)
 
-    def _restore(self, packed: Handle) -> Tensor:
+    def _restore(self, packed: Handle, *, is_in_block: bool = False) -> Tensor:
         record = packed.record
-        timing = self._start_unpack(record)
+        timing = None if is_in_block else self._start_unpack(record)
         previous = None if self._restoring is None else self._restoring()
         if previous is not record:
             if previous is not None:
@@ -549,7 +557,8 @@ class Runtime:
             self._restoring = weakref.ref(record)
         self._note_writes()
         traffic = record.traffic
-        if traffic is not None and traffic.anchors.has_fetches and record.forward_pass:
+        has_moments = traffic is not None and traffic.anchors.has_fetches and not is_in_block
+        if traffic is not None and has_moments and record.forward_pass:
             traffic.reach_use(record.forward_pass, record.holder_of(packed).activation)
         before = record.num_replayed_calls
         try:
