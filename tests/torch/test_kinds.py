@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -218,7 +219,8 @@ def test_close_inside_a_block_leaves_a_step_that_runs_or_says_so(plan: str, tmp_
     try:
         feature_step(model, 0)
     except RuntimeStateError as error:
-        assert plan == "offload" and "given back by close()" in str(error)
+        # By who asks first: the runtime, or a copy that a slow disk had not begun.
+        assert plan == "offload" and re.search(r"given back by close\(\)|is closed", str(error))
     else:
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert mine.grad is not None and theirs.grad is not None
