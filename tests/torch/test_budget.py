@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +18,12 @@ from ebbtide.check import check_plan
 from ebbtide.errors import BudgetError, PlanError, RuntimeStateError
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
-from ebbtide.planner.named import named_plan
 from ebbtide.torch import Tide, attach
 from ebbtide.torch.budgets import BudgetPlanner, Shape, bucket
 from ebbtide.torch.devices.fake import FakeMeter
-from ebbtide.torch.pace import NUM_SKIPPED, NUM_STEPS, Paced
+from ebbtide.torch.pace import NUM_SKIPPED, NUM_STEPS
 from ebbtide.torch.record import Record
 from ebbtide.torch.runtime import MAX_CORRECTIONS
-from ebbtide.workload import Workload
 from tests.torch import models
 from tests.torch.models import Gated, Stack, features
 from tests.torch.test_observe import Allocator
@@ -656,45 +653,6 @@ def test_the_prediction_is_corrected_by_what_steps_took(
     assert after.tide.plan.decisions == before.tide.plan.decisions
 
 
-@pytest.mark.parametrize(
-    ("gain_ns", "spread_ns", "is_taken"),
-    [
-        (6_000, 1_000, True),  # steps are as long as each other: 0.6 % is no chance
-        (6_000, 8_000, False),
-        (2_000, 0, False),  # less than is worth compiling a block for
-        (12_000, 80_000, True),
-    ],
-)
-def test_a_plan_is_exchanged_for_what_the_steps_can_tell(
-    gain_ns: int, spread_ns: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planner = BudgetPlanner(
-        "100MiB",
-        device=torch.device("cpu"),
-        host_bytes=None,
-        disks=(),
-        decide=None,
-        min_bytes=1024,
-        planner="greedy",
-    )
-    workload = Workload.from_json((Path("docs") / "examples" / "workload.json").read_text())
-    plan = named_plan("recompute", workload)
-    other = replace(plan, predicted_step_ns=1_000_000 - gain_ns, bound_step_ns=900_000)
-
-    def make(*_: object) -> Plan:
-        return other
-
-    def simulated(*_: object) -> SimpleNamespace:
-        return SimpleNamespace(step_ns=1_000_000)
-
-    monkeypatch.setattr(import_module("ebbtide.torch.budgets"), "simulate", simulated)
-    monkeypatch.setattr(planner, "make", make)
-    timed = Paced(plan=plan, num_steps=5, measured_ns=1_000_000, spread_ns=spread_ns)
-    _, chosen = planner.correct(workload, timed)
-    assert chosen == (other if is_taken else replace(plan, predicted_step_ns=1_000_000,
-                                                     bound_step_ns=900_000))  # fmt: skip
-
-
 def test_after_running_out_of_memory_the_next_plan_takes_less(tmp_path: Path) -> None:
     planner = BudgetPlanner(
         "100MiB",
@@ -722,9 +680,9 @@ def test_a_plan_is_corrected_once_and_one_that_comes_out_otherwise_a_few_times(
     correct = BudgetPlanner.correct
     plans: list[Plan] = []
 
-    def count(planner: Any, workload: Any, timed: Paced) -> tuple[Any, Plan]:
-        plans.append(timed.plan)
-        paced, better = correct(planner, workload, timed)
+    def count(planner: Any, workload: Any, plan: Plan, measured_ns: int) -> tuple[Any, Plan]:
+        plans.append(plan)
+        paced, better = correct(planner, workload, plan, measured_ns)
         if is_changed:
             name = next(iter(better.decisions))
             decisions = {**better.decisions, name: Decision.KEEP}

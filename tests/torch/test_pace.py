@@ -52,20 +52,20 @@ def test_what_was_timed_can_be_read_before_and_after_it_is_taken() -> None:
     assert pace.read() is None
     run(pace, meter, plan, 70)
     assert pace.read() == Paced(plan=plan, num_steps=1, measured_ns=70)
-    assert pace.take(plan) is None
+    assert pace.take_ns(plan) == 0
     run(pace, meter, plan, *[50, 60, 80, 90][: NUM_STEPS - 1])
     # The fastest does not count: what disturbs a step only adds to it.
-    timed = Paced(plan=plan, num_steps=NUM_STEPS, measured_ns=60, spread_ns=10)
+    timed = Paced(plan=plan, num_steps=NUM_STEPS, measured_ns=60)
     assert pace.read() == timed
-    assert pace.take(plan) == timed
-    assert (pace.read(), pace.take(plan)) == (timed, None)
+    assert pace.take_ns(plan) == 60
+    assert (pace.read(), pace.take_ns(plan)) == (timed, 0)
 
 
 def test_another_plan_is_read_once_a_step_under_it_was_timed() -> None:
     meter, first, second = TurnedMeter(), make_plan("one"), make_plan("two")
     pace = Pace(meter)
     run(pace, meter, first, *[900] * NUM_SKIPPED, *[70] * NUM_STEPS)
-    assert pace.take(first) == Paced(plan=first, num_steps=NUM_STEPS, measured_ns=70)
+    assert pace.take_ns(first) == 70
     run(pace, meter, second, *[900] * NUM_SKIPPED)
     last = pace.read()
     assert last is not None and last.plan is first

@@ -29,7 +29,7 @@ from ebbtide.torch.devices.base import AbstractDevice
 from ebbtide.torch.devices.cpu import CpuDevice
 from ebbtide.torch.devices.fake import FakeDevice, FakeMeter
 from ebbtide.torch.devices.pinned import PinnedMemory
-from ebbtide.torch.pace import NUM_SKIPPED, Paced
+from ebbtide.torch.pace import NUM_SKIPPED
 from ebbtide.torch.pace import NUM_STEPS as NUM_TIMED
 from ebbtide.torch.tiers import Tiers
 from ebbtide.workload import Workload
@@ -401,10 +401,9 @@ def test_a_better_plan_whose_memory_is_refused_is_not_taken(
     correct = BudgetPlanner.correct
 
     def evict_more(
-        planner: BudgetPlanner, workload: Workload, timed: Paced
+        planner: BudgetPlanner, workload: Workload, plan: Plan, measured_ns: int
     ) -> tuple[Workload, Plan]:
-        plan = timed.plan
-        paced, _ = correct(planner, workload, timed)
+        paced, _ = correct(planner, workload, plan, measured_ns)
         decisions = dict(plan.decisions)
         sizes = {a.name: a.num_bytes for block in paced.blocks for a in block.activations}
         more = next(n for n, d in decisions.items() if d is not Decision.HOST)

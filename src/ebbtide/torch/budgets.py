@@ -24,7 +24,6 @@ from ebbtide.planner.scale import Scale, pace_workload, scale_workload
 from ebbtide.planner.solve import plan_for_budget
 from ebbtide.simulate import simulate
 from ebbtide.torch.common_plan import Agreed, Found, agree
-from ebbtide.torch.pace import Paced
 from ebbtide.torch.probe import LINK_BYTES, probe_machine
 from ebbtide.torch.ranks import Ranks
 from ebbtide.units import DiskSpec, format_bytes
@@ -48,9 +47,6 @@ _NUM_TRIES = 10
 
 MIN_GAIN = Fraction(1, 100)
 """Of a step: for less, a plan that runs is kept when its prediction is corrected."""
-MIN_STEADY_GAIN = Fraction(1, 400)
-"""The same, where steps take as long as each other: a smaller gain is no chance then. Less does not
-pay for the blocks that are compiled anew."""
 
 # Each corrects what the last one left, since copies do not slow down with compute.
 NUM_CORRECTIONS = 3
@@ -291,26 +287,23 @@ class BudgetPlanner:
             disk_bytes=machine.disk_bytes if has_disk else 0,
         )
 
-    def correct(self, workload: Workload, timed: Paced) -> tuple[Workload, Plan]:
+    def correct(self, workload: Workload, plan: Plan, measured_ns: int) -> tuple[Workload, Plan]:
         """Correct the times of a workload by what steps under a plan took, and plan again.
 
-        The plan is kept, with the new prediction, if another one gains less than 1 %, or less than
-        the steps differ by if that is smaller (0.25 % at least).
+        The plan is kept, with the new prediction, if another one gains less than 1 %.
 
         Returns:
             The workload whose times give what was measured, and the plan for it.
         """
-        plan, paced = timed.plan, workload
+        paced = workload
         factor = Fraction(1)
         for _ in range(NUM_CORRECTIONS):
             predicted = simulate(plan, paced, self.machine).step_ns
-            factor *= Fraction(timed.measured_ns, max(predicted, 1))
+            factor *= Fraction(measured_ns, max(predicted, 1))
             paced = pace_workload(workload, factor.limit_denominator(10**6))
         again = self.make(paced)
         same_ns = simulate(plan, paced, self.machine).step_ns
-        spread = Fraction(timed.spread_ns, max(timed.measured_ns, 1))
-        min_gain = min(MIN_GAIN, max(MIN_STEADY_GAIN, spread))
-        if again.predicted_step_ns < same_ns * (1 - min_gain):
+        if again.predicted_step_ns < same_ns * (1 - MIN_GAIN):
             return paced, again
         bound_ns = min(again.bound_step_ns, same_ns)
         return paced, replace(plan, predicted_step_ns=same_ns, bound_step_ns=bound_ns)

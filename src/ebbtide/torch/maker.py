@@ -19,7 +19,6 @@ from ebbtide.torch.budgets import BudgetPlanner, Shape, bucket
 from ebbtide.torch.devices.cpu import CpuDevice
 from ebbtide.torch.devices.cuda import CudaDevice
 from ebbtide.torch.devices.pinned import pinned_memory_of
-from ebbtide.torch.pace import Paced
 from ebbtide.torch.sanitizer import Sanitizer
 from ebbtide.torch.tiers import HostRegion, Tiers
 from ebbtide.torch.traffic import Traffic
@@ -109,19 +108,18 @@ class PlanMaker:
         return common, torch.Size((shape.rows, shape.length, 1))
 
     def note_pace(
-        self, workload: Workload, timed: Paced
+        self, workload: Workload, plan: Plan, measured_ns: int
     ) -> tuple[Workload, Plan, Traffic | None] | None:
-        """Correct the times by what steps under a plan took; returns what to go on with.
+        """Correct the times by what steps under `plan` took; returns what to go on with.
 
         Plans for other shapes are made anew from the corrected times. None for a plan for another
         shape than was measured, or one that is made anew in any case.
         """
         assert self._budgets is not None, "bug in ebbtide"
-        plan = timed.plan
         key = next((k for k, made in self._made.items() if made[0] is plan), None)
         if key is None or key != self._observed_shape:
             return None
-        paced, better = self._budgets.correct(workload, timed)
+        paced, better = self._budgets.correct(workload, plan, measured_ns)
         # What the traffic was made from; the predictions alone may differ.
         is_same = (better.decisions, better.release_at, better.fetch_at) == (
             plan.decisions,

@@ -32,8 +32,6 @@ class Paced:
     """Steps that were timed."""
     measured_ns: int
     """Of an undisturbed one."""
-    spread_ns: int = 0
-    """How much more the middle one took: what differs by less may do so by chance."""
 
 
 class Pace:
@@ -75,17 +73,17 @@ class Pace:
             self._spans.append((self._start, self._meter.mark()))
             self._start = None
 
-    def take(self, plan: Plan) -> Paced | None:
-        """Return what steps under `plan` took, once; None while there are too few.
+    def take_ns(self, plan: Plan) -> int:
+        """Return what steps under `plan` take undisturbed, once; 0 while there are too few.
 
         Waits for the device.
         """
         if plan is not self._plan or len(self._spans) != NUM_STEPS:
-            return None
+            return 0
         self._last = self._read_spans(plan)
         self._spans = []
         self.settle(plan)
-        return self._last
+        return self._last.measured_ns
 
     def read(self) -> Paced | None:
         """Return what was timed last, also where it is not enough to correct a plan by.
@@ -98,10 +96,8 @@ class Pace:
 
     def _read_spans(self, plan: Plan) -> Paced:
         taken_ns = sorted(self._meter.elapsed_ns(a, b) for a, b in self._spans)
-        measured_ns = taken_ns[min(NUM_FASTER, len(taken_ns) - 1)]
         return Paced(
             plan=plan,
             num_steps=len(taken_ns),
-            measured_ns=measured_ns,
-            spread_ns=max(0, taken_ns[len(taken_ns) // 2] - measured_ns),
+            measured_ns=taken_ns[min(NUM_FASTER, len(taken_ns) - 1)],
         )

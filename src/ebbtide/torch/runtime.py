@@ -79,8 +79,8 @@ FollowShape = Callable[[Workload, torch.Size, torch.Size], tuple[Plan, Traffic |
 """From the workload, the size that it was observed at and the size now."""
 Agree = Callable[[Workload, torch.Size], tuple[Workload, torch.Size]]
 """From the workload and the size that it was observed at to what all ranks plan for instead."""
-NotePace = Callable[[Workload, Paced], tuple[Workload, Plan, Traffic | None] | None]
-"""From the workload and what steps under a plan took; None: no change."""
+NotePace = Callable[[Workload, Plan, int], tuple[Workload, Plan, Traffic | None] | None]
+"""From the workload, the plan and the nanoseconds that steps under it took; None: no change."""
 
 
 class Runtime:
@@ -741,8 +741,8 @@ class Runtime:
             workload, self.observed_size = agree(workload, self.observed_size)
             self.workload = workload
         if self.plan is not None and self._pace is not None and self.note_pace is not None:
-            timed = self._pace.take(self.plan)
-            noted = None if timed is None else self.note_pace(workload, timed)
+            measured_ns = self._pace.take_ns(self.plan)
+            noted = self.note_pace(workload, self.plan, measured_ns) if measured_ns else None
             if noted is not None:
                 workload, plan, traffic = noted
                 self.workload = workload
