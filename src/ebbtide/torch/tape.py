@@ -6,6 +6,8 @@ the storages that the calls made.
 
 A forward that follows its script (`follow.py`) may leave it at any call or saved tensor, and is
 recorded from there on: both fill the same table of nodes.
+
+A little longer than most modules: calls and saved tensors are told apart by the same tables.
 """
 
 from __future__ import annotations
