@@ -1,12 +1,12 @@
-"""Record three steps of an offloaded scan in JAX under jax.profiler, and hold them against counts.
+"""Record three steps of a planned scan in JAX under jax.profiler, and hold them against counts.
 
     PYTHONPATH=src:. python3 benchmarks/trace_jax_gpu.py --out FOLDER
 
-Four layers of an MLP, 2048 wide, bf16, 8192 tokens; the input of each layer and the product before
-its activation function are offloaded with `save_and_offload_only_these_names`. The trace must show
-that every step copies these bytes out and back in, in pinned memory. Writes `jax-offload.xplane.pb`
-into the folder, and ends with 1 where the figures differ. `--tiny` tries the program itself where
-there is no GPU, and then finds no device and ends with 1.
+Four layers of an MLP, 2048 wide, bf16, 8192 tokens, planned by `ebbtide.jax.plan_for` so that the
+input of each layer and the product before its activation function are offloaded. The trace must
+show that every step copies these bytes out and back in, in pinned memory, and under these names.
+Writes `jax-offload.xplane.pb` into the folder, and ends with 1 where the figures differ. `--tiny`
+tries the program itself where there is no GPU, and then finds no device and ends with 1.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ebbtide.trace.findings import LARGE_BYTES, find
 NUM_STEPS = 3
 NUM_WARM_UP = 3
 LAYERS = 4
-OFFLOADED = ("layer_input", "wide")
+OFFLOADED = ("input", "mlp.dot_general.0")
 BYTES_OF_BF16 = 2
 
 
@@ -36,20 +36,32 @@ def make_step(width_D: int, num_tokens_T: int) -> tuple[Any, Any, Any]:
     """Return the step, and its parameters and input."""
     import jax
     import jax.numpy as jnp
-    from jax.ad_checkpoint import checkpoint_name
+
+    from ebbtide.jax import plan_for
+    from ebbtide.jax.observe import Rates
 
     def block(params: Any, x_TD: Any) -> Any:
-        x_TD = checkpoint_name(x_TD, "layer_input")
-        wide_TF = checkpoint_name(x_TD @ params["up"], "wide")
-        return x_TD + jax.nn.gelu(wide_TF) @ params["down"]
+        with jax.named_scope("mlp"):
+            return x_TD + jax.nn.gelu(x_TD @ params["up"]) @ params["down"]
 
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=list(OFFLOADED),
-        offload_src="device",
-        offload_dst="pinned_host",
+    one = {
+        "up": jax.ShapeDtypeStruct((width_D, 4 * width_D), jnp.bfloat16),
+        "down": jax.ShapeDtypeStruct((4 * width_D, width_D), jnp.bfloat16),
+    }
+    tide = plan_for(
+        block,
+        one,
+        jax.ShapeDtypeStruct((num_tokens_T, width_D), jnp.bfloat16),
+        layers=LAYERS,
+        budget="64GiB",
+        decide={"*": "RECOMPUTE"} | dict.fromkeys(OFFLOADED, "HOST"),
+        machine="h200-pcie5",
+        # Nothing is left to decide, so times do not matter.
+        rates=Rates(flops_per_s=7e14, memory_bytes_per_s=4e12),
+        min_bytes=1024,
     )
-    body = jax.checkpoint(block, policy=policy, prevent_cse=False)
+    print(tide.report())
+    body = tide.checkpoint(block)
 
     def loss(params: Any, x_TD: Any) -> Any:
         y_TD, _ = jax.lax.scan(lambda h, p: (body(p, h), None), x_TD, params)
@@ -66,13 +78,14 @@ def make_step(width_D: int, num_tokens_T: int) -> tuple[Any, Any, Any]:
 
 
 def record(step: Any, params: Any, x_TD: Any, path: Path) -> None:
-    """Write the `xplane.pb` of some steps; the program's text and Python's calls stay out of it."""
+    """Write the `xplane.pb` of some steps, without Python's calls."""
     import jax
 
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 1
-    options.enable_hlo_proto = False
+    # The program says which value a copy moves.
+    options.enable_hlo_proto = True
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder, profiler_options=options)
         for number in range(NUM_STEPS):
@@ -133,6 +146,8 @@ def main() -> int:
         # Beside what is offloaded there may be scalars.
         is_right &= 0 <= figures.num_bytes - expected_bytes < LARGE_BYTES
         is_right &= figures.pinned_bytes >= expected_bytes
+    named = {m.name for m in seen.moved if m.num_bytes >= LARGE_BYTES}
+    is_right &= named == set(OFFLOADED)
     result["moved"] = [(m.lane.value, m.name, m.num_copies, m.num_bytes) for m in seen.moved]
     print(json.dumps(result, indent=2))
     return 0 if is_right else 1

@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ebbtide.errors import PlanError
 from ebbtide.jax import names_of, reference_attention, residuals_of, with_names
+from ebbtide.trace.names import activation_in
 from tests.jax import blocks
 from tests.jax.blocks import Array
 
@@ -155,3 +156,45 @@ def test_a_librarys_custom_vjp_gets_names_on_all_that_it_keeps() -> None:
         "custom_vjp.0.out.0": (1, 4, 2, 4),
         "custom_vjp.0.out.1": (1, 2, 4),
     }
+
+
+def scopes_in_text(fun: Any, *arguments: Any) -> set[str]:
+    """The activations of ebbtide's scopes in the text of what jax hands to XLA."""
+    text = jax.jit(fun).lower(*arguments).as_text(debug_info=True)
+    found = (activation_in(line) for line in text.splitlines())
+    return {name for name in found if name is not None}
+
+
+def test_what_is_asked_for_is_made_under_a_scope_with_its_name() -> None:
+    """What a block returns is the next one's input."""
+    arguments = one(tuple(blocks.SHAPES))
+    wanted = {"input", "mlp.dot_general.0", "attn.btnh_nhd_btd.dot_general.0"}
+    named = with_names(blocks.llama_block, wanted)
+    assert scopes_in_text(named, *arguments) == wanted
+    assert scopes_in_text(with_names(blocks.llama_block, wanted - {"input"}), *arguments) == (
+        wanted - {"input"}
+    )
+
+
+def test_scopes_have_the_names_of_users_and_of_values_in_nested_jits() -> None:
+    def block(params: Any, x: Array) -> Array:
+        (up,) = params
+        hidden = checkpoint_name(jnp.tanh(x @ up), "hidden")
+        return x + jax.jit(lambda h: (h @ up.T) * 2)(hidden)
+
+    arguments = ((jax.ShapeDtypeStruct((4, 8), jnp.float32),), jax.ShapeDtypeStruct((2, 4), "f4"))
+    inner = next(n for n in names_of(block, *arguments) if n.endswith("dot_general.0") and "." in n)
+    for wanted in ({"hidden"}, {"hidden", inner}):
+        assert scopes_in_text(with_names(block, wanted), *arguments) == wanted
+
+
+def test_without_a_choice_there_are_no_scopes() -> None:
+    assert scopes_in_text(with_names(blocks.llama_block), *one(tuple(blocks.SHAPES))) == set()
+
+
+def test_an_output_that_is_no_next_input_has_no_scope_of_one() -> None:
+    def block(params: Any, x: Array) -> tuple[Array, Array]:
+        return x * params, x + params
+
+    value = jax.ShapeDtypeStruct((4,), jnp.float32)
+    assert scopes_in_text(with_names(block, {"input"}), value, value) == set()

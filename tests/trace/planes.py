@@ -67,6 +67,25 @@ class Plane:
         return out
 
 
-def space(*planes: Plane) -> bytes:
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The plane of the compiled programs: an `HloProto` for each number."""
+
+    protos: Mapping[int, bytes]
+
+    def to_bytes(self) -> bytes:
+        out = bytes_field(2, "/host:metadata")
+        for key, (program, proto) in enumerate(self.protos.items(), 1):
+            stats = bytes_field(5, number_field(1, 2) + bytes_field(6, proto))
+            stats += bytes_field(5, number_field(1, 1) + number_field(3, program))
+            metadata = number_field(1, key) + bytes_field(2, f"jit_loss({program})") + stats
+            out += bytes_field(4, number_field(1, key) + bytes_field(2, metadata))
+        for key, name in enumerate(("program_id", "Hlo Proto"), 1):
+            metadata = number_field(1, key) + bytes_field(2, name)
+            out += bytes_field(5, number_field(1, key) + bytes_field(2, metadata))
+        return out
+
+
+def space(*planes: Plane | Programs) -> bytes:
     out = b"".join(bytes_field(1, plane.to_bytes()) for plane in planes)
     return out + bytes_field(4, "host")

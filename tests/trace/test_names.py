@@ -4,9 +4,11 @@ import pytest
 
 from ebbtide.timeline import HostMemory, Lane
 from ebbtide.trace.names import (
+    activation_in,
     activation_of,
     lane_of_copy,
     lane_of_kernel,
+    name_scope,
     plain_call,
     plain_kernel,
     step_of,
@@ -101,3 +103,22 @@ def test_activations(name: str, activation: str | None) -> None:
 )
 def test_a_kernels_name_for_people(name: str, plain: str | None) -> None:
     assert plain_kernel(name) == (name if plain is None else plain)
+
+
+@pytest.mark.parametrize(
+    ("scopes", "name"),
+    [
+        (
+            f"jit(f)/jvp()/while/body/mlp/{name_scope('mlp.dot_general.0')}/dot_general",
+            "mlp.dot_general.0",
+        ),
+        (f"jit(f)/transpose(jvp({name_scope('input')}))/add", "input"),
+        (f"{name_scope('input')}/jit(block)/{name_scope('a/b: c')}/dot", "a/b: c"),
+        (name_scope("user's (own)"), "user's _own_"),
+        ("jit(f)/my_ebbtide(x)/add", None),
+        ("jit(f)/ebbtide()/add", None),
+        ("", None),
+    ],
+)
+def test_the_activation_of_the_innermost_scope(scopes: str, name: str | None) -> None:
+    assert activation_in(scopes) == name

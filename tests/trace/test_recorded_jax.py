@@ -1,4 +1,4 @@
-"""Three steps in JAX recorded on an H200, with figures worked out by hand."""
+"""Three steps of a plan in JAX recorded on an H200, with figures worked out by hand."""
 
 from pathlib import Path
 
@@ -41,11 +41,15 @@ def test_three_of_four_layers_are_moved_by_copies(found: Analysis) -> None:
         assert figures.num_copies == 2 * num_moved == 18
         assert figures.num_bytes == num_moved * (INPUT_BYTES + PRODUCT_BYTES) == 1_509_949_440
         assert figures.pinned_bytes == figures.num_bytes
-    sizes = sorted((m.lane.value, m.num_copies, m.num_bytes) for m in found.moved)
-    assert sizes == sorted(
-        (lane.value, num_moved, num_moved * num_bytes)
+
+
+def test_every_copy_has_the_name_that_the_plan_gave_it(found: Analysis) -> None:
+    num_moved = NUM_STEPS * (NUM_LAYERS - 1)
+    seen = sorted((m.lane.value, m.name, m.num_copies, m.num_bytes) for m in found.moved)
+    assert seen == sorted(
+        (lane.value, name, num_moved, num_moved * num_bytes)
         for lane in (Lane.COPY_IN, Lane.COPY_OUT)
-        for num_bytes in (INPUT_BYTES, PRODUCT_BYTES)
+        for name, num_bytes in (("input", INPUT_BYTES), ("mlp.dot_general.0", PRODUCT_BYTES))
     )
 
 

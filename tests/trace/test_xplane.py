@@ -7,9 +7,11 @@ import pytest
 
 from ebbtide.errors import TraceError
 from ebbtide.timeline import HostMemory, Lane
+from ebbtide.trace.names import name_scope
 from ebbtide.trace.overlap import analyse
 from ebbtide.trace.read import read_trace
-from tests.trace.planes import Plane, bytes_field, space
+from tests.trace.planes import Plane, Programs, bytes_field, space
+from tests.trace.test_hlo_program import instruction, proto
 from tests.trace.test_kineto import spans_of, times_of
 
 PS = 1000
@@ -161,3 +163,52 @@ def test_lines_that_are_broken_inside(tmp_path: Path) -> None:
         "a line of '/device:GPU:0' is not whole (a number ends after its message); the rest was "
         "read",
     )
+
+
+def copied_by(program: int, instruction_name: str, scopes: str = "XlaModule:") -> Plane:
+    plane = Plane("/device:GPU:0")
+    stats: dict[str, str | int] = {
+        "memcpy_details": details("device", "pinned", 1200),
+        "hlo_op": instruction_name,
+        "tf_op": scopes,
+        "program_id": program,
+    }
+    plane.add_line("Stream #69(MemcpyD2H)", START_NS, ("MemcpyD2H", 0, 30 * PS, stats))
+    return plane
+
+
+def moved_names(path: Path) -> list[str]:
+    (device,) = read_trace(path).devices
+    return [moved.name for moved in analyse(device.timeline).moved]
+
+
+def test_a_copy_has_the_name_that_its_program_gives_to_what_it_moves(tmp_path: Path) -> None:
+    def copies(name: str) -> bytes:
+        return proto(
+            entry=(
+                2,
+                [
+                    instruction(1, "gemm", "custom-call", scope=name_scope(name)),
+                    instruction(2, "copy-start", "copy-start", [1]),
+                ],
+            )
+        )
+
+    # Two programs with an instruction of the same name; the planes come in any order.
+    programs = Programs({41: copies("mlp.up"), 42: copies("attn.out")})
+    for number, (program, name) in enumerate(((41, "mlp.up"), (42, "attn.out"))):
+        plane = copied_by(program, "copy-start")
+        for planes in ((plane, programs), (programs, plane)):
+            path = write(tmp_path / f"{number}.xplane.pb", space(*planes))
+            assert moved_names(path) == [name]
+    unknown = write(tmp_path / "x.xplane.pb", space(programs, copied_by(43, "copy-start")))
+    assert moved_names(unknown) == ["copy-start"]
+
+
+def test_a_program_that_is_broken_leaves_the_names_of_xla_and_a_note(tmp_path: Path) -> None:
+    broken = Programs({41: bytes_field(1, bytes_field(3, b"\x0a\x7fshort"))})
+    path = write(tmp_path / "a.xplane.pb", space(broken, copied_by(41, "copy-start")))
+    assert moved_names(path) == ["copy-start"]
+    (note,) = read_trace(path).notes
+    assert note.startswith("the program 41 is not whole")
+    assert note.endswith("its copies have XLA's names")

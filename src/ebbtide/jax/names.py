@@ -17,7 +17,8 @@ checkpoint only the outputs get names: what is inside has no name.
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ from ebbtide.errors import PlanError
 from ebbtide.jax.attention import nameable
 from ebbtide.jax.internals import NAME_PRIMITIVE, Array, bind, context_of, scope_of
 from ebbtide.naming import nearest
+from ebbtide.trace.names import name_scope
 
 INPUT = "input"
 """The name of a block's input; of one with several arrays their paths follow: `input.hidden`."""
@@ -91,7 +93,14 @@ def with_names(
         users = names_in(closed.jaxpr)
         placer = _Placer(asked, users)
         inputs = _input_names(paths, is_input)
-        outputs, _ = placer.run(closed.jaxpr, closed.consts, leaves, is_input, "", inputs)
+        next_inputs: dict[Any, str] = {}
+        if jax.tree.structure(shape) == jax.tree.structure(x):
+            of_x = (n for path, n in zip(paths, inputs, strict=True) if path[0].idx == 1)
+            pairs = zip(closed.jaxpr.outvars, of_x, strict=True)
+            next_inputs = {v: n for v, n in pairs if n is not None and not isinstance(v, Literal)}
+        outputs, _ = placer.run(
+            closed.jaxpr, closed.consts, leaves, is_input, "", inputs, next_inputs
+        )
         placer.refuse_missing()
         if on_names is not None:
             on_names(Names(all=tuple(dict.fromkeys(placer.names)), users=frozenset(users)))
@@ -145,6 +154,7 @@ class _Placer:
         depends: Sequence[bool],
         scope: str,
         inputs: Sequence[str | None] = (),
+        next_inputs: Mapping[Any, str] | None = None,
     ) -> tuple[list[Array], list[bool]]:
         """Run a jaxpr; returns its outputs, and whether each depends on the block's input.
 
@@ -155,6 +165,7 @@ class _Placer:
             depends: Whether each of these depends on the block's input.
             scope: What the names begin with.
             inputs: Names for the arguments.
+            next_inputs: Names that outputs have as the next block's input.
         """
         values: dict[Any, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
@@ -184,8 +195,9 @@ class _Placer:
                 continue
             with context_of(eqn):
                 inner = _join(scope, scope_of(eqn))
-                outputs, made = self._run_equation(eqn, read, flags, inner)
                 base = self._number(_join(inner, eqn.primitive.name))
+                with self._scope_of(eqn, base, users, next_inputs or {}):
+                    outputs, made = self._run_equation(eqn, read, flags, inner)
                 for i, variable in enumerate(eqn.outvars):
                     name = base if len(eqn.outvars) == 1 else f"{base}.out.{i}"
                     is_ours = made[i] and eqn.primitive.name not in _NAMED_INSIDE
@@ -194,6 +206,30 @@ class _Placer:
                         dependent.add(variable)
         outputs = [a.val if isinstance(a, Literal) else values[a] for a in jaxpr.outvars]
         return outputs, [not isinstance(a, Literal) and a in dependent for a in jaxpr.outvars]
+
+    def _scope_of(
+        self, eqn: JaxprEqn, base: str, users: Mapping[Any, str], next_inputs: Mapping[Any, str]
+    ) -> AbstractContextManager[Any]:
+        """Return a scope with the name of what an equation makes, where that was asked for.
+
+        A name is nothing that is run, so the compiled program has none; scopes it has, and a
+        profiler's trace with it, so that copies can be told by name. What a block returns is made
+        under the name of the next one's input.
+        """
+        asked = self._wanted or frozenset()
+        if eqn.primitive.name in _NAMED_INSIDE:
+            own = None
+        elif len(eqn.outvars) == 1:
+            name = users.get(eqn.outvars[0], base)
+            own = name if name in asked else None
+        else:
+            # One operation makes them all: what it is called stands for each.
+            names = (users.get(v, f"{base}.out.{i}") for i, v in enumerate(eqn.outvars))
+            own = None if asked.isdisjoint(names) else base
+        if own is None:
+            given = (next_inputs[v] for v in eqn.outvars if v in next_inputs)
+            own = next((name for name in given if name in asked), None)
+        return nullcontext() if own is None else jax.named_scope(name_scope(own))
 
     def _place(self, value: Array, name: str) -> Array:
         self.names.append(name)
@@ -238,7 +274,10 @@ class _Placer:
         call = nameable(kernel, base)
         self.names += _names_of_residuals(call, inputs)
         is_wanted = self._wanted is None or any(n.startswith(base + ".") for n in self._wanted)
-        return list(call(*inputs)) if is_wanted else bind(eqn, inputs)
+        if not is_wanted:
+            return bind(eqn, inputs)
+        with jax.named_scope(name_scope(base)):
+            return list(call(*inputs))
 
     def _run_jit(
         self, eqn: JaxprEqn, inputs: list[Array], flags: list[bool], scope: str

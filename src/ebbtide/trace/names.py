@@ -13,6 +13,7 @@ from ebbtide.timeline import HostMemory, Lane
 MARK = "ebbtide:"
 """Starts the annotations of ebbtide's runtimes; the rest is `evict NAME` or `fetch NAME`."""
 
+_SCOPE = re.compile(r"\bebbtide\((?P<name>[^()]+)\)")
 _COLLECTIVE = re.compile(r"nccl|rccl|nvshmem|all_?reduce|all_?gather|reduce_?scatter", re.I)
 _FUSION = re.compile(r"fusion", re.I)
 _COPY = re.compile(
@@ -140,6 +141,17 @@ def name_launch(grid: tuple[int, ...], block: tuple[int, ...]) -> str:
 def step_of(name: str) -> str | None:
     """Return the name if an annotation marks a training step, such as `ProfilerStep#4`."""
     return name if _STEP.fullmatch(name.strip()) else None
+
+
+def name_scope(name: str) -> str:
+    """Return a named scope, around the operation that makes an activation, with its name."""
+    return f"ebbtide({name.replace('(', '_').replace(')', '_')})"
+
+
+def activation_in(scopes: str) -> str | None:
+    """Return the activation of the innermost such scope, if there is one."""
+    found = _SCOPE.findall(scopes)
+    return found[-1] if found else None
 
 
 def activation_of(name: str) -> str | None:

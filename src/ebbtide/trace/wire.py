@@ -49,6 +49,22 @@ def text(value: int | memoryview) -> str:
     return "" if isinstance(value, int) else bytes(value).decode("utf-8", errors="replace")
 
 
+def read_numbers(value: int | memoryview) -> list[int]:
+    """Return a repeated int64, which is written as one number each or packed into one field.
+
+    Raises:
+        WireError: The last one does not end.
+    """
+    if isinstance(value, int):
+        return [signed(value)]
+    numbers: list[int] = []
+    at = 0
+    while at < len(value):
+        number, at = _varint(value, at)
+        numbers.append(signed(number))
+    return numbers
+
+
 def signed(value: int | memoryview) -> int:
     """Return an int64, which is written as its two's complement; 0 if it is no number."""
     if not isinstance(value, int):

@@ -8,14 +8,16 @@ the reason `unknown` where no copy ran.
 
 import mmap
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeGuard
 
 from ebbtide.errors import TraceError
 from ebbtide.timeline import Lane
 from ebbtide.trace import wire
 from ebbtide.trace.builder import Trace, TraceBuilder, Work
+from ebbtide.trace.hlo_program import HloProgram
 from ebbtide.trace.names import activation_of, lane_of_copy, lane_of_kernel, memory_of, name_launch
 from ebbtide.trace.wire import WireError, read_fields, signed, text
 
@@ -27,6 +29,9 @@ HOW_JAX: Final = (
 
 _GPU_PLANE = re.compile(r"/device:GPU:(?P<number>\d{1,9})")
 _HOST_PLANE = "/host:CPU"
+# What some versions write for an instruction that has none.
+_NO_SCOPE = "XlaModule:"
+_PROGRAMS_PLANE = "/host:metadata"
 _SIZE = re.compile(r"\bsize:(?P<bytes>\d{1,18})")
 _LAUNCH = re.compile(
     r"\bgrid:(?P<grid>\d{1,9}(?:,\d{1,9}){2}) block:(?P<block>\d{1,9}(?:,\d{1,9}){2})"
@@ -74,24 +79,79 @@ def read_xplane(path: Path) -> Trace:
 
 
 def _read_space(view: Message, builder: TraceBuilder) -> None:
-    num_planes = 0
+    planes: list[Message] = []
     try:
         for number, kind, value in read_fields(view):
             if number == 1 and not isinstance(value, int) and kind == wire.LENGTH:
-                num_planes += 1
-                _read_plane(value, builder)
-            if not isinstance(value, int):
-                value.release()
+                planes.append(value)
     except WireError as error:
-        if not num_planes:
+        if not planes:
             raise TraceError(f"{builder.file}: it is no xplane.pb ({error}); {HOW_JAX}") from error
         builder.note(
-            f"the file is not whole ({error}); {num_planes} planes before that were read. Let "
+            f"the file is not whole ({error}); {len(planes)} planes before that were read. Let "
             "jax.profiler.stop_trace() return before copying the file."
         )
+    programs = _Programs(builder)
+    for plane in planes:
+        programs.add_plane(plane)
+    for plane in planes:
+        _read_plane(plane, builder, programs)
 
 
-def _read_plane(view: Message, builder: TraceBuilder) -> None:
+class _Programs:
+    """The compiled programs of a profile: each is read when one of its copies is met."""
+
+    def __init__(self, builder: TraceBuilder) -> None:
+        self._builder = builder
+        self._protos: dict[int, Message] = {}
+        self._read: dict[int, HloProgram | None] = {}
+
+    def add_plane(self, view: Message) -> None:
+        """Note the programs of a plane, if it is the one that has them; what is broken is not."""
+        with suppress(WireError):
+            fields = list(read_fields(view))
+            if any(number == 2 and text(v) == _PROGRAMS_PLANE for number, _, v in fields):
+                stats = dict(
+                    _read_metadata(v)[:2] for n, _, v in fields if n == 5 and _is_message(v)
+                )
+                for number, _, value in fields:
+                    if number == 4 and _is_message(value):
+                        self._add(value, stats)
+
+    def _add(self, entry: Message, stats: dict[int, str]) -> None:
+        number, proto = None, None
+        for part, _, metadata in read_fields(entry):
+            if part != 2 or isinstance(metadata, int):
+                continue
+            for inner, _, stat in read_fields(metadata):
+                if inner == 5 and not isinstance(stat, int):
+                    key, value = _read_raw_stat(stat)
+                    if stats.get(key) == "program_id" and isinstance(value, int):
+                        number = signed(value)
+                    elif stats.get(key) == "Hlo Proto" and not isinstance(value, int):
+                        proto = value
+        if number is not None and proto is not None:
+            self._protos[number] = proto
+
+    def activation_moved_by(self, program: int, instruction: str) -> str | None:
+        """Return the activation that an instruction copies, if its program says so."""
+        if program not in self._read:
+            proto = self._protos.pop(program, None)
+            self._read[program] = None if proto is None else self._read_program(program, proto)
+        read = self._read[program]
+        return None if read is None else read.activation_moved_by(instruction)
+
+    def _read_program(self, number: int, proto: Message) -> HloProgram | None:
+        try:
+            return HloProgram(proto)
+        except WireError as error:
+            self._builder.note(
+                f"the program {number} is not whole ({error}); its copies have XLA's names"
+            )
+            return None
+
+
+def _read_plane(view: Message, builder: TraceBuilder, programs: _Programs) -> None:
     plane = _Plane()
     try:
         for number, _, value in read_fields(view):
@@ -108,7 +168,7 @@ def _read_plane(view: Message, builder: TraceBuilder) -> None:
     for line in plane.lines:
         try:
             if gpu is not None:
-                _read_stream(line, plane, int(gpu["number"]), builder)
+                _read_stream(line, plane, int(gpu["number"]), builder, programs)
             elif plane.name == _HOST_PLANE:
                 _read_host(line, plane, builder)
         except WireError as error:
@@ -168,6 +228,22 @@ def _read_event(view: Message, plane: _Plane, line_start_ns: int) -> _Event:
     return _Event(name, start, line_start_ns + (offset_ps + duration_ps) // 1000, stats)
 
 
+def _is_message(value: int | Message) -> TypeGuard[Message]:
+    return not isinstance(value, int)
+
+
+def _read_raw_stat(view: Message) -> tuple[int, int | Message]:
+    """Return the number of a statistic's name, and its value as it is written."""
+    key: int = 0
+    stat: int | Message = 0
+    for number, _, value in read_fields(view):
+        if number == 1:
+            key = signed(value)
+        else:
+            stat = value
+    return key, stat
+
+
 def _read_stat(view: Message, plane: _Plane) -> tuple[str, str | int]:
     key, stat = "", ""
     for number, _, value in read_fields(view):
@@ -182,7 +258,9 @@ def _read_stat(view: Message, plane: _Plane) -> tuple[str, str | int]:
     return key, stat
 
 
-def _read_stream(view: Message, plane: _Plane, device: int, builder: TraceBuilder) -> None:
+def _read_stream(
+    view: Message, plane: _Plane, device: int, builder: TraceBuilder, programs: _Programs
+) -> None:
     line = _read_line(view)
     if line.name in _DERIVED:
         return
@@ -192,11 +270,17 @@ def _read_stream(view: Message, plane: _Plane, device: int, builder: TraceBuilde
         details = str(event.stats.get("memcpy_details", ""))
         copied = lane_of_copy(event.name)
         size = _SIZE.search(details)
-        scope = str(event.stats.get("tf_op") or event.stats.get("name") or "")
+        scopes = (str(event.stats.get(key, "")) for key in ("tf_op", "name"))
+        scope = next((s for s in scopes if s not in ("", _NO_SCOPE)), "")
         instruction = str(event.stats.get("hlo_op", ""))
         name = event.name
         if copied is not None and copied.lane in (Lane.COPY_OUT, Lane.COPY_IN):
-            name = activation_of(scope) or " ".join(filter(None, (instruction, scope))) or name
+            name = (
+                activation_of(scope)
+                or _activation(event, instruction, programs)
+                or " ".join(filter(None, (instruction, scope)))
+                or name
+            )
         builder.add_work(
             Work(
                 process=0,
@@ -211,6 +295,13 @@ def _read_stream(view: Message, plane: _Plane, device: int, builder: TraceBuilde
                 launch=_launch(str(event.stats.get("kernel_details", ""))),
             )
         )
+
+
+def _activation(event: _Event, instruction: str, programs: _Programs) -> str | None:
+    program = event.stats.get("program_id")
+    if not instruction or not isinstance(program, int):
+        return None
+    return programs.activation_moved_by(program, instruction)
 
 
 def _launch(details: str) -> str:
