@@ -39,8 +39,8 @@ from tests.catalog.test_config import DEEPSEEK_V3, LLAMA_3_8B, QWEN3_30B
 from tests.fuzz.edits import broken_bytes, broken_json
 from tests.jax import hlo_texts
 from tests.test_docs import FORMATS, json_examples
-from tests.trace import chrome, test_nsys, test_xplane
-from tests.trace.planes import Plane, space
+from tests.trace import chrome, test_hlo_program, test_nsys, test_xplane
+from tests.trace.planes import Plane, Programs, space
 
 SOURCES = Path(ebbtide.__file__).parent
 MACHINE = find_machine("h200-pcie5")
@@ -295,7 +295,12 @@ def to_sqlite(tables: Mapping[str, Sequence[Sequence[Any]]]) -> bytes:
 def _planes() -> list[bytes]:
     names = Plane("/device:GPU:1")
     names.add_line("Stream #1", 5, ("MemcpyD2H", 0, 9000, {"memcpy_details": "size:77", "n": 1}))
-    return [space(test_xplane.host_plane(), test_xplane.gpu_plane(), names)]
+    programs = Programs({41: test_hlo_program.scanned_proto()})
+    copies = [test_xplane.copied_by(41, name) for name in ("wrapped_update", "wrapped_slice")]
+    return [
+        space(test_xplane.host_plane(), test_xplane.gpu_plane(), names),
+        space(programs, *copies),
+    ]
 
 
 @cache

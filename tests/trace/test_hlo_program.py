@@ -55,6 +55,10 @@ def fused(first: int, opcode: str, num_operands: int) -> tuple[int, list[bytes]]
 
 
 def scanned(*, pipelined: bool = False, scope: str = name_scope(UP)) -> HloProgram:
+    return HloProgram(memoryview(scanned_proto(pipelined=pipelined, scope=scope)))
+
+
+def scanned_proto(*, pipelined: bool = False, scope: str = name_scope(UP)) -> bytes:
     """A scan's forward and backward loop, and a stack in host memory that goes through both.
 
     Elements of the loops' tuples: the stack, and in the pipelined form what the iteration before
@@ -67,7 +71,7 @@ def scanned(*, pipelined: bool = False, scope: str = name_scope(UP)) -> HloProgr
     source = [instruction(13, "view", "bitcast", [16 if pipelined else 15])]
     if pipelined:
         source.insert(0, instruction(16, "before", "get-tuple-element", [11], index=1))
-    return program(
+    return proto(
         update_fusion=fused(100, "dynamic-update-slice", 2),
         update_async=(
             110,
@@ -232,6 +236,27 @@ def test_what_is_no_program_ends() -> None:
     assert endless.activation_moved_by("copy-start") is None
     assert endless.activation_moved_by("again") is None
     assert endless.activation_moved_by("copy-start.1") is None
+
+
+def test_a_program_with_ever_more_ways_ends() -> None:
+    """Each of many bodies takes another element of the loop's state: 50 to the power of 8 ways."""
+    ways = range(50)
+    bodies = {
+        f"body{i}": (
+            1000 + i,
+            [
+                instruction(100 + i, f"state{i}", "parameter"),
+                instruction(1000 + i, f"next{i}", "get-tuple-element", [100 + i], index=i),
+            ],
+        )
+        for i in ways
+    }
+    called = [i + 1 for i in ways]
+    entry = [
+        instruction(1, "while", "while", [99], called=called),
+        instruction(2, "copy-start", "copy-start", [1]),
+    ]
+    assert program(**bodies, entry=(2, entry)).activation_moved_by("copy-start") is None
 
 
 def test_two_instructions_with_one_number_are_refused() -> None:

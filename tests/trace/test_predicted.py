@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ebbtide.errors import PlanError
+from ebbtide.plan import Decision
 from ebbtide.planner import named_plan
 from ebbtide.simulate import simulate
 from ebbtide.timeline import Lane, Span, Timeline
@@ -68,6 +69,30 @@ def test_where_they_part_the_activation_is_named() -> None:
         ),
     )
     assert compared.num_unnamed == 1
+
+
+def test_names_without_a_block_stand_for_all_blocks() -> None:
+    """A scan's copies cannot be told by layer."""
+    offload = named_plan("offload", WORKLOAD, min_bytes=1)
+    # The last block's too, whose input has the same name within its block.
+    plan = replace(offload, decisions=dict.fromkeys(offload.decisions, Decision.HOST))
+    step = simulate(plan, WORKLOAD, SLOW)
+    moved = {s.name for s in step.spans if s.lane is Lane.COPY_IN}
+    assert {"a.x", "b.x"} <= moved
+    spans = tuple(
+        replace(s, name=s.name.partition(".")[2]) if s.lane in (Lane.COPY_IN, Lane.COPY_OUT) else s
+        for s in step.spans
+    )
+    traced = Timeline(source="by hand", spans=spans, peak_bytes=0)
+    compared = compare_with_plan(traced, plan, WORKLOAD, SLOW)
+    assert (compared.partings, compared.num_unnamed) == ((), 0)
+    fetch = next(s for s in spans if s.name == "x" and s.lane is Lane.COPY_IN)
+    end = max(s.end_ns for s in spans)
+    late = replace(fetch, start_ns=end, end_ns=end + 77)
+    again = replace(traced, spans=(*spans, late))
+    (parting,) = compare_with_plan(again, plan, WORKLOAD, SLOW).partings
+    assert (parting.name, parting.lane) == ("x", Lane.COPY_IN)
+    assert parting.measured_exposed_ns == parting.predicted_exposed_ns + 77
 
 
 def test_a_plan_for_another_model_is_refused() -> None:

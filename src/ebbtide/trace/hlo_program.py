@@ -34,7 +34,9 @@ Path = tuple[int, ...]
 """Which element is meant: of a tuple, of a tuple in it, and so on."""
 
 _MOST_NESTED = 8
-"""Tuples in tuples: a file that is no program could go on for ever."""
+_MOST_STEPS = 100_000
+"""Tuples in tuples, and values looked at for one copy: a file that is no program could go on for
+ever."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class HloProgram:
         self._by_name: dict[str, _Instruction] = {}
         self._roots: dict[int, int] = {}
         self._callers: dict[int, list[_Instruction]] = {}
+        self._found: dict[str, str | None] = {}
         for number, _, module in read_fields(proto):
             if number == 1 and not isinstance(module, int):
                 for part, _, value in read_fields(module):
@@ -75,14 +78,19 @@ class HloProgram:
         Args:
             name: Of an instruction that copies, slices or updates a slice, or of a fusion of one.
         """
-        start = self._by_name.get(name)
-        if start is None:
-            return None
+        if name not in self._found:
+            start = self._by_name.get(name)
+            self._found[name] = None if start is None else self._find(start)
+        return self._found[name]
+
+    def _find(self, start: _Instruction) -> str | None:
         makers: set[str] = set()
         views: set[str] = set()
         waiting = list(self._moved_by(start))
         seen = set(waiting)
         while waiting:
+            if len(seen) > _MOST_STEPS:
+                return None
             number, path = waiting.pop()
             instruction = self._by_number.get(number)
             if instruction is None:

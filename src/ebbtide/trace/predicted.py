@@ -1,5 +1,6 @@
 """The same figures of a plan's simulated step and of a recorded one, side by side."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 from ebbtide.machine import Machine
@@ -18,6 +19,7 @@ class Parting:
     """The copies of one activation, one way."""
 
     name: str
+    """Without the block's, for all blocks together, where the trace has it so."""
     lane: Lane
     predicted_exposed_ns: int
     measured_exposed_ns: int
@@ -54,19 +56,16 @@ def compare_with_plan(
         step = steps[(len(steps) - 1) // 2]
         name, measured = step.name, clip(timeline, step.start_ns, step.end_ns)
     figures = analyse(measured, machine)
-    known = {a.name for block in workload.blocks for a in block.activations}
-    exposed = [
-        {(m.name, m.lane): m.exposed_ns for m in analysis.moved if m.name in known}
-        for analysis in (predicted, figures)
-    ]
+    names = _traced_names(workload, {moved.name for moved in figures.moved})
+    exposed = [_exposed(analysis, names) for analysis in (predicted, figures)]
     pairs = (
         Parting(
             name=key[0],
             lane=key[1],
-            predicted_exposed_ns=exposed[0].get(key, 0),
-            measured_exposed_ns=exposed[1].get(key, 0),
+            predicted_exposed_ns=exposed[0][key],
+            measured_exposed_ns=exposed[1][key],
         )
-        for key in {**exposed[0], **exposed[1]}
+        for key in exposed[0].keys() | exposed[1].keys()
     )
     parting = sorted(
         (p for p in pairs if p.predicted_exposed_ns != p.measured_exposed_ns),
@@ -77,5 +76,27 @@ def compare_with_plan(
         predicted=predicted,
         measured=figures,
         partings=tuple(parting[:NUM_PARTINGS]),
-        num_unnamed=sum(m.num_copies for m in figures.moved if m.name not in known),
+        num_unnamed=sum(m.num_copies for m in figures.moved if m.name not in names),
     )
+
+
+def _traced_names(workload: Workload, traced: set[str]) -> dict[str, str]:
+    """Return for each name of an activation the one that the trace has for it.
+
+    Blocks that are one body of a loop, as in a scan, have no block's name in a trace.
+    """
+    names: dict[str, str] = {}
+    for block in workload.blocks:
+        for activation in block.activations:
+            within = activation.name.removeprefix(f"{block.name}.")
+            name = within if within in traced else activation.name
+            names[activation.name] = names[name] = name
+    return names
+
+
+def _exposed(analysis: Analysis, names: dict[str, str]) -> Counter[tuple[str, Lane]]:
+    exposed: Counter[tuple[str, Lane]] = Counter()
+    for moved in analysis.moved:
+        if moved.name in names:
+            exposed[names[moved.name], moved.lane] += moved.exposed_ns
+    return exposed
