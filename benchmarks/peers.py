@@ -239,7 +239,7 @@ def make_request(workload: Workload, scale: int, folder: Path) -> CompareRequest
         passes=workload.steps if scale == 1 else 1,
         strategies=workload.rows,
         host=None,
-        disk=None,
+        disks=(),
         text=None,
         device=None,
         seed=0,
