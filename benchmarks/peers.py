@@ -176,8 +176,8 @@ def run_workload(
                 pending.remove(label)
             facts = describe_comparison(Comparison(facts=references.write(setup), rows=()))
             facts["command"] = (
-                f"PYTHONPATH=src python3 benchmarks/peers.py --only {name} --out {out}"
-                + (f" --text {text}" if text is not None else "")
+                f"PYTHONPATH=src:. python3 benchmarks/peers.py --only {name} --out FOLDER"
+                + (" --text FILE" if text is not None else "")
                 + (f" --scale {scale}" if scale > 1 else "")
             )
             ordered = [rows[each] for each in workload.rows if each in rows]
