@@ -6,8 +6,10 @@
 One process a row, by the machinery of `ebbtide compare`: the same seed, weights and text in all
 rows of a workload. Each row is written to `peers-<workload>.json` as soon as it is there, and a
 call goes on where the one before it ended: rows that are in the file are not run again, but for
-`keep`, whose gradients and time the new ones are compared with. With `--minutes` no row starts that
-would probably end later. Then the page and the picture are made from all files in the folder; with
+`keep`, whose gradients and time the new ones are compared with. A call that writes elsewhere goes
+on from the files of an earlier one with `--since`. The most telling rows run first. With
+`--minutes` no row starts that would probably end later, and one that does not end is stopped and
+left for the next call. Then the page and the picture are made from all files in the folder; with
 `--only none`, those alone.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -22,50 +25,52 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-import psutil
 import torch
 from peers_report import draw, write_page
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ebbtide.compare.harness import AbstractObserver, References, run_strategy
-from ebbtide.compare.names import order_runs
 from ebbtide.compare.prepare import Setup, choose_work_folder, prepare_setup
 from ebbtide.compare.request import CompareRequest
 from ebbtide.compare.results import Comparison, Row, Status, describe_comparison, describe_row
 from ebbtide.compare.workloads import find_cache_folder, find_model, read_config
+from ebbtide.memory.limits import find_tightest_limit
 
 GIB = 2**30
 
+# In the order that they run in: `keep` is what others are compared with, a budget comes after the
+# row whose peak it is a share of, and what tells most comes before what takes longest.
 EAGER = (
-    *("keep", "checkpoint", "checkpoint-offload", "torch-sac:op", "torch-sac:2"),
-    *("save-on-cpu", "trl", "torchtune", "deepspeed", "ebbtide:balanced"),
+    *("keep", "checkpoint", "ebbtide 1.10 x checkpoint", "ebbtide 0.50 x keep"),
+    *("checkpoint-offload", "torch-sac:op", "ebbtide:balanced", "torch-sac:2", "trl"),
+    *("ebbtide 1.05 x checkpoint", "torchtune", "deepspeed", "save-on-cpu"),
 )
 COMPILED = (
-    *("keep", "checkpoint", "compile-budget:0", "compile-budget:0.25", "compile-budget:0.5"),
-    *("torch-sac:op", "torch-sac:2", "trl", "ebbtide:balanced", "ebbtide:offload"),
+    *("keep", "compile-budget:0", "ebbtide 1.10 x compile-budget:0", "ebbtide 0.50 x keep"),
+    *("compile-budget:0.5", "compile-budget:0.25", "torch-sac:op", "checkpoint"),
+    *("ebbtide:balanced", "torch-sac:2", "ebbtide 1.05 x compile-budget:0", "ebbtide:offload"),
+    "trl",
 )
 BUDGETS = {
     "ebbtide 1.05 x checkpoint": ("checkpoint", 1.05),
     "ebbtide 1.10 x checkpoint": ("checkpoint", 1.10),
     "ebbtide 0.50 x keep": ("keep", 0.50),
-}
-"""Row: whose peak the budget is taken from, and its share."""
-COMPILED_BUDGETS = {
     "ebbtide 1.05 x compile-budget:0": ("compile-budget:0", 1.05),
     "ebbtide 1.10 x compile-budget:0": ("compile-budget:0", 1.10),
-    "ebbtide 0.50 x keep": BUDGETS["ebbtide 0.50 x keep"],
 }
-
-ALL_BUDGETS = BUDGETS | COMPILED_BUDGETS
+"""Row: whose peak the budget is taken from, and its share."""
 
 COPIES_ALL = ("save-on-cpu", "trl", "torchtune")
 """These put all that autograd saves into torch's pinned memory."""
-PINNED_SHARE = 0.45
-"""Most of the host's memory that they may need: torch rounds each request up to a power of two,
-and a host without memory ends every process of it."""
+PINNED_SHARE = 0.7
+"""Most of the host's free memory that they may need, each request rounded up to a power of two as
+torch does it: a host without memory ends every process of it."""
+# 4 GiB took 2.9 s to pin on the host of an H200 (docs/design.md).
+PINNING_S_PER_GIB = 0.75
 
 # What a row takes before the first one was timed: imports, weights, steps.
-FIRST_ROW_S = 90.0
+FIRST_ROW_S = 45.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +87,7 @@ class Workload:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        if self.is_compiled:
-            return (*order_runs(COMPILED), *COMPILED_BUDGETS)
-        return (*order_runs(EAGER), *BUDGETS)
+        return COMPILED if self.is_compiled else EAGER
 
 
 BASE = {
@@ -107,6 +110,7 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(WORKLOADS), help="workloads, commas between")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="time of this call")
     parser.add_argument("--again", default="", help="rows to run again, commas between, or all")
+    parser.add_argument("--since", type=Path, help="folder with the files of an earlier call")
     parser.add_argument("--text", type=Path, help="UTF-8 text to train on, as for compare")
     parser.add_argument("--scale", type=int, default=1, help="divide the widths, for a dry run")
     parser.add_argument("--page", type=Path, help="default: docs/benchmarks.md; OUT if scaled")
@@ -117,6 +121,8 @@ def main() -> int:
     if unknown:
         parser.error(f"--only {','.join(unknown)}: no such workload; give {', '.join(WORKLOADS)}")
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.since is not None:
+        take_earlier(options.since, options.out)
     deadline_s = time.monotonic() + options.minutes * 60
     again = tuple(filter(None, options.again.split(",")))
     left = {
@@ -161,15 +167,21 @@ def run_workload(
     with tempfile.TemporaryDirectory(prefix="ebbtide-peers-", dir=base) as folder:
         print(f"{name}: preparing", flush=True)
         request = replace(make_request(workload, scale, Path(folder)), text=text)
-        setup = prepare_setup(request, Path(folder))
+        setup = forget_held_out(prepare_setup(request, Path(folder)))
         references = References()
         longest_s = 0.0
         # The reference first, in each call: gradients are not kept from one to the next.
         for label in ("keep", *(label for label in pending if label != "keep")):
             started_s = time.monotonic()
-            if longest_s and started_s + longest_s * 1.2 > deadline_s:
-                break
-            row = run_row(label, setup, references, rows)
+            expected_s = longest_s * 1.2
+            if label in COPIES_ALL and setup.device.type == "cuda":
+                expected_s += PINNING_S_PER_GIB * (find_pinned_gib(setup, rows) or 0.0)
+            if longest_s and started_s + expected_s > deadline_s:
+                # One that takes less may still fit.
+                continue
+            row = run_row(label, setup, references, rows, deadline_s - started_s)
+            if row.status is not Status.OK and time.monotonic() >= deadline_s:
+                break  # it was stopped for the call's end alone
             longest_s = max(longest_s, time.monotonic() - started_s)
             rows[label] = describe(label, row, rows, setup)
             if label in pending:
@@ -186,29 +198,66 @@ def run_workload(
     return pending
 
 
-def run_row(label: str, setup: Setup, references: References, rows: dict[str, Any]) -> Row:
-    """Run one row, or say why it is not run."""
+def take_earlier(since: Path, out: Path) -> None:
+    """Copy the results of an earlier call, where this folder has none of that workload."""
+    for name in WORKLOADS:
+        file = f"peers-{name}.json"
+        if (since / file).is_file() and not (out / file).exists():
+            shutil.copy(since / file, out / file)
+
+
+def forget_held_out(setup: Setup) -> Setup:
+    """Return the setup without held-out text: perplexities are not published here."""
+    tokens = load_file(setup.tokens)
+    save_file({**tokens, "held_out": tokens["held_out"][:0].clone()}, setup.tokens)
+    return replace(setup, facts=replace(setup.facts, held_out_tokens=0))
+
+
+def find_pinned_gib(setup: Setup, rows: dict[str, Any]) -> float | None:
+    """Return the most that torch may pin for all that autograd saves; `None`: `keep` has no peak.
+
+    An activation is tokens x width, and torch rounds its bytes up to a power of two.
+    """
+    peak_gib = rows.get("keep", {}).get("peak_gib")
+    if peak_gib is None:
+        return None
+    config = read_config(setup.source)
+    names = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")
+    sizes = [
+        getattr(config, name) * setup.facts.context * setup.facts.batch
+        for name in names
+        if getattr(config, name, None)
+    ]
+    rounding = max(2 ** (size - 1).bit_length() / size for size in sizes)
+    return (peak_gib - setup.facts.state_bytes / GIB) * rounding
+
+
+def run_row(
+    label: str, setup: Setup, references: References, rows: dict[str, Any], limit_s: float
+) -> Row:
+    """Run one row within the time that is left, or say why it is not run."""
     observer = PrintingObserver(label)
-    if label in ALL_BUDGETS:
-        whose, share = ALL_BUDGETS[label]
+    most_s = None if limit_s == float("inf") else limit_s
+    if label in BUDGETS:
+        whose, share = BUDGETS[label]
         peak_gib = rows.get(whose, {}).get("peak_gib")
         if peak_gib is None:
             note = f"not run: the budget is a share of the peak of {whose}, which did not finish"
             return observer.refuse(note)
         budget = str(int(peak_gib * GIB * share))
         request = replace(setup.request, budget=budget)
-        return run_strategy(replace(setup, request=request), "ebbtide", references, observer)
-    if label in COPIES_ALL and setup.device.type == "cuda":
-        host_gib = psutil.virtual_memory().total / GIB
-        peak_gib = rows.get("keep", {}).get("peak_gib")
-        saved_gib = None if peak_gib is None else peak_gib - setup.facts.state_bytes / GIB
-        if saved_gib is None or saved_gib > PINNED_SHARE * host_gib:
-            amount = "more than the device holds" if saved_gib is None else f"{saved_gib:.0f} GiB"
+        with_budget = replace(setup, request=request)
+        return run_strategy(with_budget, "ebbtide", references, observer, most_s)
+    limit = find_tightest_limit()
+    if label in COPIES_ALL and setup.device.type == "cuda" and limit is not None:
+        pinned_gib = find_pinned_gib(setup, rows)
+        if pinned_gib is None or pinned_gib * GIB > PINNED_SHARE * limit.room_bytes:
+            amount = "more than the device holds" if pinned_gib is None else f"{pinned_gib:.0f} GiB"
             return observer.refuse(
-                f"not run: it would copy {amount} to pinned memory, which torch rounds up by as "
-                f"much as twice, and this host has {host_gib:.0f} GiB"
+                f"not run: it may pin {amount}, and {limit.room_bytes / GIB:.0f} GiB of this host "
+                "are free"
             )
-    return run_strategy(setup, label, references, observer)
+    return run_strategy(setup, label, references, observer, most_s)
 
 
 def describe(label: str, row: Row, rows: dict[str, Any], setup: Setup) -> dict[str, Any]:

@@ -16,7 +16,7 @@ INTRODUCTION = (
     "of a workload. A step is forward, loss and backward under torch's default kernels; its time "
     "is the median of the timed ones, with their range. `x keep` "
     "is against the row `keep` of the same call. `moved` is out and in together, in one step. "
-    "`gradients`: bit for bit those of `keep` in the training steps after the timed ones, under "
+    "`gradients`: bit for bit those of `keep` in the training step after the timed passes, under "
     "deterministic kernels; compiled rows are compared with compiled ones. "
     "`bound ms`: no plan within the budget makes a step faster, by the times measured. What the "
     "strategies are: [compare.md](compare.md)."

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from ebbtide.compare.child import (
-    PASSES_BEFORE,
+    PLAN_PASSES_BEFORE,
+    count_passes_before,
     describe_prediction,
     is_out_of_memory,
     main,
@@ -118,12 +119,25 @@ def test_passes_are_timed_under_other_kernels_and_leave_training_as_it_was(
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", noted)
     row = run(replace(task, strategy="ebbtide:recompute", num_passes=3))
-    assert strict == [False] * (PASSES_BEFORE + 3) + [True] * 3
+    assert strict == [False] * (PLAN_PASSES_BEFORE + 3) + [True] * 3
     assert (len(row.step_ns), len(row.forward_ns)) == (3, 3)
     assert all(0 < f < s for f, s in zip(row.forward_ns, row.step_ns, strict=True))
     assert (row.peak_bytes or 0) > 0
     assert (row.grad_equal, row.loss) == (True, kept.loss)
     assert row.perplexity_after == kept.perplexity_after
+
+
+def test_a_budget_has_the_most_passes_before_the_timed_ones() -> None:
+    names = ("keep", "compile-budget:0", "ebbtide:balanced", "ebbtide")
+    assert [count_passes_before(make_task(strategy=name)) for name in names] == [2, 3, 6, 12]
+
+
+def test_without_held_out_windows_there_is_no_perplexity(task: Task) -> None:
+    tokens = load_file(task.tokens)
+    save_file({**tokens, "held_out": tokens["held_out"][:0].clone()}, task.tokens)
+    row = run(replace(task, gradients=None))
+    assert (row.perplexity_before, row.perplexity_after) == (None, None)
+    assert row.loss is not None
 
 
 def test_an_offloading_plan_moves_bytes_to_disk_and_keeps_the_bits(kept: Row, task: Task) -> None:

@@ -1,10 +1,11 @@
 import json
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from ebbtide.compare.processes import extract_reason, read_outcome
+from ebbtide.compare.processes import extract_reason, read_outcome, run_child
 from ebbtide.compare.results import Row, Status, write_row
 
 TRACEBACK = """a warning
@@ -62,3 +63,16 @@ def test_any_other_end_is_an_error(
 ) -> None:
     row = read_outcome("trl", tmp_path / "row.json", exit_status, last_words)
     assert (row.status, row.note, row.step_ns) == (Status.ERROR, note, ())
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    # Opening a pipe for reading waits for one who writes, and nobody does.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(TimeoutError, match="it did not end within 0 s"):
+        run_child("json.tool", pipe, tmp_path / "stderr", lambda step: None, {}, 0.1)
+
+
+def test_a_limit_that_is_not_reached_changes_nothing(tmp_path: Path) -> None:
+    arguments = (tmp_path / "no.json", tmp_path / "stderr", lambda step: None, {})
+    assert run_child("json.tool", *arguments, 600.0) == run_child("json.tool", *arguments) != 0

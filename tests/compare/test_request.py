@@ -55,7 +55,7 @@ def test_a_budget_is_a_size_a_share_or_auto(budget: str) -> None:
 
 def test_passes_take_the_place_of_warm_up_steps() -> None:
     request = replace(GOOD, budget="40GiB", passes=5)
-    assert request.num_warm_up_steps == 1
+    assert request.num_warm_up_steps == 0
     assert "--passes 5" in write_command(request, context=64, steps=1, device="cpu")
     with pytest.raises(ValueError, match="--passes -1: it must be 0 or more"):
         check_request(replace(GOOD, passes=-1))

@@ -39,7 +39,7 @@ from ebbtide.compare.meter import (
     make_meter,
     read_pinned_peak,
 )
-from ebbtide.compare.names import runs_compiled
+from ebbtide.compare.names import BUDGET_STRATEGY, is_ours, runs_compiled
 from ebbtide.compare.processes import PROGRESS_PREFIX
 from ebbtide.compare.results import Row, Status, write_row
 from ebbtide.compare.routing import describe_routing
@@ -60,9 +60,13 @@ from ebbtide.units import format_bytes
 # Shapes: S steps, W held-out windows, B batch, T tokens.
 
 
-PASSES_BEFORE = 12
-"""Passes before the timed ones: by then a budget's plan was made and corrected once, and blocks
-that the correction compiles anew have run."""
+# Passes before the timed ones. By then a budget's plan was made and corrected once, and blocks that
+# the correction compiles anew have run; a named plan was observed, checked and has its scripts.
+BUDGET_PASSES_BEFORE = 12
+PLAN_PASSES_BEFORE = 6
+PEER_PASSES_BEFORE = 2
+# Compiling takes the first pass, and the allocator is filled by what is compiled in the second.
+COMPILED_PASSES_BEFORE = 3
 NOT_DETERMINISTIC = "does not have a deterministic implementation"
 """Part of torch's message where only a kernel is there whose bits vary."""
 
@@ -183,8 +187,9 @@ def time_passes(bench: Bench, ids_BT: torch.Tensor) -> TimedPasses:
     torch.use_deterministic_algorithms(False)
     times: list[StepTimes] = []
     try:
-        for index in range(PASSES_BEFORE + bench.task.num_passes):
-            if index == PASSES_BEFORE:
+        num_before = count_passes_before(bench.task)
+        for index in range(num_before + bench.task.num_passes):
+            if index == num_before:
                 bench.meter.reset()
                 times.clear()
             torch.manual_seed(bench.task.seed)
@@ -205,13 +210,25 @@ def time_passes(bench: Bench, ids_BT: torch.Tensor) -> TimedPasses:
         torch.use_deterministic_algorithms(True, warn_only=is_warn_only)
 
 
+def count_passes_before(task: Task) -> int:
+    """Return how many passes run before the timed ones."""
+    if task.strategy == BUDGET_STRATEGY:
+        return BUDGET_PASSES_BEFORE
+    if is_ours(task.strategy):
+        return PLAN_PASSES_BEFORE
+    is_compiled = runs_compiled(task.strategy, is_compiled=task.is_compiled)
+    return COMPILED_PASSES_BEFORE if is_compiled else PEER_PASSES_BEFORE
+
+
 def measure_perplexity(
     model: PreTrainedModel, held_out_WT: torch.Tensor, device: torch.device
 ) -> float | None:
-    """Return the perplexity on the held-out windows, or `None` if it is not finite.
+    """Return the perplexity on the held-out windows; `None` without any, or if it is not finite.
 
     The model is in training mode afterwards.
     """
+    if not len(held_out_WT):
+        return None
     model.eval()
     with torch.no_grad():
         losses = [

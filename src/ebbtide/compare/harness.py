@@ -63,11 +63,16 @@ class References:
 
 
 def run_strategy(
-    setup: Setup, strategy: str, references: References, observer: AbstractObserver
+    setup: Setup,
+    strategy: str,
+    references: References,
+    observer: AbstractObserver,
+    limit_s: float | None = None,
 ) -> Row:
     """Run one strategy of the setup in a process, and return its row.
 
-    If it can be a reference and there is none of its kind, it becomes that once it is done.
+    If it can be a reference and there is none of its kind, it becomes that once it is done. After
+    `limit_s` its process is ended, and the row says so.
     """
     budget, is_compiled = setup.request.budget, setup.request.is_compiled
     chosen = make_strategy(
@@ -111,14 +116,20 @@ def run_strategy(
     task_path = setup.folder / f"{stem}-task.json"
     write_task(task, task_path)
     last_words_path = setup.folder / f"{stem}-stderr.txt"
-    exit_status = run_child(
-        "ebbtide.compare.child",
-        task_path,
-        last_words_path,
-        lambda step: observer.start_step(strategy, step),
-        # cuBLAS is deterministic only with a workspace of fixed size.
-        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-    )
+    try:
+        exit_status = run_child(
+            "ebbtide.compare.child",
+            task_path,
+            last_words_path,
+            lambda step: observer.start_step(strategy, step),
+            # cuBLAS is deterministic only with a workspace of fixed size.
+            {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+            limit_s,
+        )
+    except TimeoutError as error:
+        row = Row(strategy=strategy, status=Status.ERROR, note=str(error))
+        observer.finish_strategy(row, last_words="")
+        return row
     last_words = last_words_path.read_text(encoding="utf-8", errors="replace")
     row = read_outcome(strategy, Path(task.result), exit_status, last_words)
     if task.is_reference and row.status is Status.OK:

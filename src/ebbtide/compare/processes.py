@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,6 +88,7 @@ def run_child(
     stderr_path: Path,
     say_step: Callable[[int], None],
     variables: Mapping[str, str],
+    limit_s: float | None = None,
 ) -> int:
     """Run one task to its end and return its exit status.
 
@@ -96,6 +98,10 @@ def run_child(
         stderr_path: File for what it writes to stderr.
         say_step: Called with the number of each step that it says it takes.
         variables: Of the environment, beside those that there are.
+        limit_s: Seconds after which the process is killed; None: never.
+
+    Raises:
+        TimeoutError: It was killed at its limit.
     """
     with (
         stderr_path.open("w", encoding="utf-8") as stderr,
@@ -108,14 +114,28 @@ def run_child(
             env={**make_environment(), **variables},
         ) as process,
     ):
+        is_over = threading.Event()
+
+        def stop() -> None:
+            is_over.set()
+            process.kill()
+
+        timer = None if limit_s is None else threading.Timer(limit_s, stop)
         try:
+            if timer is not None:
+                timer.start()
             for line in process.stdout or ():
                 if line.startswith(PROGRESS_PREFIX):
                     say_step(int(line.removeprefix(PROGRESS_PREFIX)))
-            return process.wait()
+            exit_status = process.wait()
         finally:
+            if timer is not None:
+                timer.cancel()
             # Does nothing to a process that has ended.
             process.kill()
+        if exit_status and is_over.is_set():
+            raise TimeoutError(f"it did not end within {limit_s:.0f} s")
+        return exit_status
 
 
 def make_environment() -> dict[str, str]:

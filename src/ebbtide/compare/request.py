@@ -62,7 +62,7 @@ class CompareRequest:
     def num_warm_up_steps(self) -> int:
         """Optimizer steps before the counted ones; the same for every strategy."""
         if self.passes:
-            return 1  # nothing of these steps is timed
+            return 0  # nothing of the steps is timed, and the passes have warmed up
         if self.budget is None:
             return WARM_UP_STEPS
         return COMPILED_BUDGET_WARM_UP_STEPS if self.is_compiled else BUDGET_WARM_UP_STEPS
