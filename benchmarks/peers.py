@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -30,10 +31,12 @@ from peers_report import draw, write_page
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ebbtide.compare.harness import AbstractObserver, References, run_strategy
+from ebbtide.compare.harness import AbstractObserver, References, run_strategy, start_waiting
 from ebbtide.compare.prepare import Setup, choose_work_folder, prepare_setup
+from ebbtide.compare.processes import Waiting
 from ebbtide.compare.request import CompareRequest
 from ebbtide.compare.results import Comparison, Row, Status, describe_comparison, describe_row
+from ebbtide.compare.strategies import make_strategy
 from ebbtide.compare.workloads import find_cache_folder, find_model, read_config
 from ebbtide.memory.limits import find_tightest_limit
 
@@ -164,8 +167,10 @@ def run_workload(
     cache = find_cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     base = choose_work_folder((Path(tempfile.gettempdir()), cache))
-    with tempfile.TemporaryDirectory(prefix="ebbtide-peers-", dir=base) as folder:
+    prefix = "ebbtide-peers-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=base) as folder, ExitStack() as stack:
         print(f"{name}: preparing", flush=True)
+        spare = stack.enter_context(Spare(Path(folder)))
         request = replace(make_request(workload, scale, Path(folder)), text=text)
         setup = forget_held_out(prepare_setup(request, Path(folder)))
         references = References()
@@ -179,7 +184,7 @@ def run_workload(
             if longest_s and started_s + expected_s > deadline_s:
                 # One that takes less may still fit.
                 continue
-            row = run_row(label, setup, references, rows, deadline_s - started_s)
+            row = run_row(label, setup, references, rows, deadline_s - started_s, spare)
             if row.status is not Status.OK and time.monotonic() >= deadline_s:
                 break  # it was stopped for the call's end alone
             longest_s = max(longest_s, time.monotonic() - started_s)
@@ -233,10 +238,15 @@ def find_pinned_gib(setup: Setup, rows: dict[str, Any]) -> float | None:
 
 
 def run_row(
-    label: str, setup: Setup, references: References, rows: dict[str, Any], limit_s: float
+    label: str,
+    setup: Setup,
+    references: References,
+    rows: dict[str, Any],
+    limit_s: float,
+    spare: Spare,
 ) -> Row:
     """Run one row within the time that is left, or say why it is not run."""
-    observer = PrintingObserver(label)
+    observer = PrintingObserver(label, spare)
     most_s = None if limit_s == float("inf") else limit_s
     if label in BUDGETS:
         whose, share = BUDGETS[label]
@@ -247,7 +257,7 @@ def run_row(
         budget = str(int(peak_gib * GIB * share))
         request = replace(setup.request, budget=budget)
         with_budget = replace(setup, request=request)
-        return run_strategy(with_budget, "ebbtide", references, observer, most_s)
+        return spare.run(with_budget, "ebbtide", references, observer, most_s)
     limit = find_tightest_limit()
     if label in COPIES_ALL and setup.device.type == "cuda" and limit is not None:
         pinned_gib = find_pinned_gib(setup, rows)
@@ -257,7 +267,7 @@ def run_row(
                 f"not run: it may pin {amount}, and {limit.room_bytes / GIB:.0f} GiB of this host "
                 "are free"
             )
-    return run_strategy(setup, label, references, observer, most_s)
+    return spare.run(setup, label, references, observer, most_s)
 
 
 def describe(label: str, row: Row, rows: dict[str, Any], setup: Setup) -> dict[str, Any]:
@@ -326,11 +336,54 @@ def read_results(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 @final
-class PrintingObserver(AbstractObserver):
-    """Prints a line when a row starts and one when it is there."""
+class Spare:
+    """Has the next row's process do its imports while the gradients of a row are compared.
 
-    def __init__(self, label: str) -> None:
+    Not before: the passes of a row are timed with nothing beside them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_started = 0
+        self._waiting: Waiting | None = None
+        self.start()
+
+    def __enter__(self) -> Spare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
+
+    def start(self) -> None:
+        """Start a process, unless there is one."""
+        if self._waiting is None:
+            self._num_started += 1
+            self._waiting = start_waiting(self._folder / f"stderr-{self._num_started}.txt")
+
+    def run(
+        self,
+        setup: Setup,
+        strategy: str,
+        references: References,
+        observer: AbstractObserver,
+        limit_s: float | None,
+    ) -> Row:
+        """Run a strategy that this device does not refuse, in the process that waits."""
+        chosen = make_strategy(strategy, host=None, disk=None, budget="auto")
+        if chosen.find_refusal(setup.device) is not None:
+            return run_strategy(setup, strategy, references, observer)
+        waiting, self._waiting = self._waiting, None
+        return run_strategy(setup, strategy, references, observer, limit_s, waiting)
+
+
+@final
+class PrintingObserver(AbstractObserver):
+    """Prints a line when a row is there, and starts the next one's process once it was timed."""
+
+    def __init__(self, label: str, spare: Spare) -> None:
         self._label = label
+        self._spare = spare
         self._started_s = time.monotonic()
 
     def refuse(self, note: str) -> Row:
@@ -343,7 +396,7 @@ class PrintingObserver(AbstractObserver):
         self._started_s = time.monotonic()
 
     def start_step(self, strategy: str, step: int) -> None:
-        pass
+        self._spare.start()
 
     def finish_strategy(self, row: Row, last_words: str) -> None:
         published = describe_row(row)

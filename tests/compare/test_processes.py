@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.compare.processes import extract_reason, read_outcome, run_child
+from ebbtide.compare.processes import Waiting, extract_reason, read_outcome, run_child
 from ebbtide.compare.results import Row, Status, write_row
 
 TRACEBACK = """a warning
@@ -76,3 +76,26 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 def test_a_limit_that_is_not_reached_changes_nothing(tmp_path: Path) -> None:
     arguments = (tmp_path / "no.json", tmp_path / "stderr", lambda step: None, {})
     assert run_child("json.tool", *arguments, 600.0) == run_child("json.tool", *arguments) != 0
+
+
+def test_a_waiting_child_runs_the_task_that_it_is_given(tmp_path: Path) -> None:
+    waiting = Waiting("ebbtide.compare.child", tmp_path / "stderr", {})
+    # It fails as one that was started with this task: the file is not there.
+    arguments = (tmp_path / "task.json", tmp_path / "unused", lambda step: None, {})
+    assert run_child("ebbtide.compare.child", *arguments, waiting=waiting) == 1
+    words = (tmp_path / "stderr").read_text()
+    assert extract_reason(words).startswith("FileNotFoundError") and "task.json" in words
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_child_that_failed_while_it_waited_is_told_by_its_status(tmp_path: Path) -> None:
+    waiting = Waiting("no_such_module", tmp_path / "stderr", {})
+    waiting.process.wait()
+    assert run_child("no_such_module", Path(), Path(), lambda step: None, {}, waiting=waiting) == 1
+    assert "no_such_module" in (tmp_path / "stderr").read_text()
+
+
+def test_a_waiting_child_without_a_task_ends(tmp_path: Path) -> None:
+    waiting = Waiting("ebbtide.compare.child", tmp_path / "stderr", {})
+    waiting.close()
+    assert waiting.process.returncode == -signal.SIGKILL

@@ -40,7 +40,7 @@ from ebbtide.compare.meter import (
     read_pinned_peak,
 )
 from ebbtide.compare.names import BUDGET_STRATEGY, is_ours, runs_compiled
-from ebbtide.compare.processes import PROGRESS_PREFIX
+from ebbtide.compare.processes import PROGRESS_PREFIX, WAITS
 from ebbtide.compare.results import Row, Status, write_row
 from ebbtide.compare.routing import describe_routing
 from ebbtide.compare.strategies import make_strategy
@@ -460,4 +460,7 @@ def _take_finite(value: float) -> float | None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    given = sys.argv[1] if sys.argv[1] != WAITS else sys.stdin.readline().strip()
+    # Without a path nobody had a task for it.
+    if given:
+        main(Path(given))

@@ -12,10 +12,19 @@ from typing import final
 
 from ebbtide.compare.names import REFERENCE_STRATEGIES, order_runs, runs_compiled
 from ebbtide.compare.prepare import Setup
-from ebbtide.compare.processes import AbstractObserver, read_outcome, run_child
+from ebbtide.compare.processes import AbstractObserver, Waiting, read_outcome, run_child
 from ebbtide.compare.results import Comparison, Facts, Row, Status
 from ebbtide.compare.strategies import make_strategy
 from ebbtide.compare.task import Task, write_task
+
+CHILD = "ebbtide.compare.child"
+VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""cuBLAS is deterministic only with a workspace of fixed size."""
+
+
+def start_waiting(stderr_path: Path) -> Waiting:
+    """Start the process of some row to come, of any strategy, which writes to this file."""
+    return Waiting(CHILD, stderr_path, VARIABLES)
 
 
 def run_comparison(setup: Setup, observer: AbstractObserver) -> Comparison:
@@ -68,11 +77,13 @@ def run_strategy(
     references: References,
     observer: AbstractObserver,
     limit_s: float | None = None,
+    waiting: Waiting | None = None,
 ) -> Row:
     """Run one strategy of the setup in a process, and return its row.
 
     If it can be a reference and there is none of its kind, it becomes that once it is done. After
-    `limit_s` its process is ended, and the row says so.
+    `limit_s` its process is ended, and the row says so. `waiting` comes from `start_waiting`, and
+    is used up unless the strategy is refused.
     """
     budget, is_compiled = setup.request.budget, setup.request.is_compiled
     chosen = make_strategy(
@@ -115,16 +126,17 @@ def run_strategy(
     )
     task_path = setup.folder / f"{stem}-task.json"
     write_task(task, task_path)
-    last_words_path = setup.folder / f"{stem}-stderr.txt"
+    own_path = setup.folder / f"{stem}-stderr.txt"
+    last_words_path = own_path if waiting is None else waiting.stderr_path
     try:
         exit_status = run_child(
-            "ebbtide.compare.child",
+            CHILD,
             task_path,
             last_words_path,
             lambda step: observer.start_step(strategy, step),
-            # cuBLAS is deterministic only with a workspace of fixed size.
-            {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+            VARIABLES,
             limit_s,
+            waiting,
         )
     except TimeoutError as error:
         row = Row(strategy=strategy, status=Status.ERROR, note=str(error))

@@ -10,7 +10,9 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO, final
 
 import ebbtide
 from ebbtide.compare.results import Row, Status, read_row
@@ -82,6 +84,41 @@ def _shorten(message: str) -> str:
     return message if len(message) <= MAX_NOTE_CHARS else message[: MAX_NOTE_CHARS - 3] + "..."
 
 
+WAITS = "-"
+"""In place of a task's file: its path comes as a line on stdin, once imports are done."""
+
+
+@final
+class Waiting:
+    """A child that does its imports and waits for a task, which `run_child` may give it.
+
+    Starting it while another one ends saves the seconds that imports take. Until it has a task it
+    touches no device.
+
+    Args:
+        module: What is run.
+        stderr_path: File for what it writes to stderr.
+        variables: Of the environment, beside those that there are.
+    """
+
+    def __init__(self, module: str, stderr_path: Path, variables: Mapping[str, str]) -> None:
+        self.stderr_path = stderr_path
+        with stderr_path.open("w", encoding="utf-8") as stderr:
+            self.process = _start(module, WAITS, stderr, variables, stdin=subprocess.PIPE)
+
+    def give(self, task_path: Path) -> None:
+        """Let it run a task."""
+        assert self.process.stdin is not None, "bug in ebbtide: it was started without stdin"
+        # One that failed at its imports hears nothing, and its exit status tells.
+        with suppress(BrokenPipeError), self.process.stdin as stdin:
+            stdin.write(f"{task_path}\n")
+
+    def close(self) -> None:
+        """End it, where it was given nothing."""
+        with self.process as process:
+            process.kill()
+
+
 def run_child(
     module: str,
     task_path: Path,
@@ -89,6 +126,7 @@ def run_child(
     say_step: Callable[[int], None],
     variables: Mapping[str, str],
     limit_s: float | None = None,
+    waiting: Waiting | None = None,
 ) -> int:
     """Run one task to its end and return its exit status.
 
@@ -99,21 +137,19 @@ def run_child(
         say_step: Called with the number of each step that it says it takes.
         variables: Of the environment, beside those that there are.
         limit_s: Seconds after which the process is killed; None: never.
+        waiting: A child of this module that runs it; `stderr_path` and `variables` are then its
+            own.
 
     Raises:
         TimeoutError: It was killed at its limit.
     """
-    with (
-        stderr_path.open("w", encoding="utf-8") as stderr,
-        subprocess.Popen(
-            # -P: a folder of the user's called `torch` must not shadow the package.
-            [sys.executable, "-P", "-m", module, str(task_path)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env={**make_environment(), **variables},
-        ) as process,
-    ):
+    if waiting is not None:
+        waiting.give(task_path)
+        started = waiting.process
+    else:
+        with stderr_path.open("w", encoding="utf-8") as stderr:
+            started = _start(module, str(task_path), stderr, variables)
+    with started as process:
         is_over = threading.Event()
 
         def stop() -> None:
@@ -136,6 +172,24 @@ def run_child(
         if exit_status and is_over.is_set():
             raise TimeoutError(f"it did not end within {limit_s:.0f} s")
         return exit_status
+
+
+def _start(
+    module: str,
+    argument: str,
+    stderr: TextIO,
+    variables: Mapping[str, str],
+    stdin: int | None = None,
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        # -P: a folder of the user's called `torch` must not shadow the package.
+        [sys.executable, "-P", "-m", module, argument],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        env={**make_environment(), **variables},
+    )
 
 
 def make_environment() -> dict[str, str]:
