@@ -6,11 +6,14 @@ Importing this package imports neither torch nor jax. The runtimes are
 
 from ebbtide.errors import (
     BudgetError,
+    CorruptionError,
     EbbtideError,
     MemoryTierError,
     MissingExtraError,
     ModelError,
+    PinnedMemoryError,
     PlanError,
+    RankError,
     RuntimeStateError,
     TraceError,
 )
@@ -19,12 +22,15 @@ from ebbtide.version import __version__
 
 __all__ = [
     "BudgetError",
+    "CorruptionError",
     "DiskSpec",
     "EbbtideError",
     "MemoryTierError",
     "MissingExtraError",
     "ModelError",
+    "PinnedMemoryError",
     "PlanError",
+    "RankError",
     "RuntimeStateError",
     "TraceError",
     "__version__",
