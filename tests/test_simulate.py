@@ -12,7 +12,7 @@ from ebbtide.check import check_plan
 from ebbtide.errors import PlanError
 from ebbtide.machine import Machine
 from ebbtide.plan import TURN_END, Decision, Plan
-from ebbtide.simulate import simulate
+from ebbtide.simulate import STORING, simulate
 from ebbtide.timeline import Lane, Span, Timeline
 from ebbtide.workload import Workload
 from tests.planner.exhaustive import planned_workloads
@@ -234,6 +234,26 @@ def test_copies_of_a_fused_block_start_after_all_of_it() -> None:
         ("slower beside copies out", 15, 16),
         ("slower beside copies out", 16, 18),
         ("b.h", 25, 35),
+    ]
+
+
+def test_stacking_is_charged_where_backward_needs_what_was_stored_also_if_it_left() -> None:
+    # A quarter of a ns for each byte.
+    workload = with_fused(0, store_ns_per_gib=2**28)
+    kept = run(KEPT, workload)
+    assert lane(kept, Lane.COMPUTE)[-4:] == [
+        (STORING, 50, 55),
+        ("backward of a.h", 55, 65),
+        (STORING, 65, 68),
+        ("backward of a.x", 68, 78),
+    ]
+    spent = [(s.end_ns - s.start_ns) for s in run(EVICT_A, workload).spans if s.name == STORING]
+    assert spent == [5, 3]
+    again = run({**KEPT, "a.h": RECOMPUTE}, workload)
+    assert lane(again, Lane.COMPUTE)[-3:] == [
+        (STORING, 50, 53),
+        ("backward of a.h", 53, 73),
+        ("backward of a.x", 73, 83),
     ]
 
 

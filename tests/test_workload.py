@@ -87,7 +87,7 @@ def test_json_form_reads_back_equal_and_writes_the_same_bytes() -> None:
 
 def test_json_form_names_its_format_version_and_kinds() -> None:
     form = json.loads(a_workload().to_json())
-    assert (form["format"], form["version"], form["model"]) == ("ebbtide-workload", 3, "Model")
+    assert (form["format"], form["version"], form["model"]) == ("ebbtide-workload", 4, "Model")
     assert up_projection(form) == {
         "name": ".up",
         "op": "aten.mm",
@@ -144,11 +144,11 @@ def test_another_format_is_refused() -> None:
     )
 
 
-@pytest.mark.parametrize("version", [4, 0, "1", True, None])
+@pytest.mark.parametrize("version", [5, 0, "1", True, None])
 def test_another_version_is_refused(version: object) -> None:
     message = message_of(form_with(lambda form: form.update(version=version)))
     assert message == (
-        f"the file's version is {version!r}; this ebbtide reads versions 1 to 3 of "
+        f"the file's version is {version!r}; this ebbtide reads versions 1 to 4 of "
         "'ebbtide-workload' only. Write the file again with this ebbtide."
     )
 
@@ -613,7 +613,7 @@ def version_2_form() -> dict[str, Any]:
     form["version"] = 2
     for name in ("turn_gradient_bytes", "ends_gradient_bytes"):
         del form["outside"][name]
-    del first_class(form)["is_fused"]
+    del first_class(form)["is_fused"], first_class(form)["store_ns_per_gib"]
     for read in first_class(form)["backward"]:
         del read["gradient_bytes"]
     return form
@@ -623,7 +623,27 @@ def test_in_a_file_of_version_2_all_gradients_are_resident() -> None:
     workload = Workload.from_json(json.dumps(version_2_form()))
     blocks = (a_timed_block("layers.0"), a_timed_block("layers.1"))
     assert workload == Workload(model="Model", blocks=blocks, outside=OUTSIDE)
-    assert json.loads(workload.to_json())["version"] == 3
+    assert json.loads(workload.to_json())["version"] == 4
+
+
+def test_in_a_file_of_version_3_storing_costs_no_compute_time() -> None:
+    workload = a_workload_with_gradients()
+    form = json.loads(workload.to_json())
+    form["version"] = 3
+    with_it = json.dumps(form)
+    assert message_of(with_it).startswith("classes[0]: unknown field 'store_ns_per_gib'")
+    assert first_class(form).pop("store_ns_per_gib") == 0
+    assert Workload.from_json(json.dumps(form)) == workload
+
+
+def test_what_storing_costs_goes_through_json_and_is_rounded_up() -> None:
+    workload = a_workload_with_gradients()
+    blocks = tuple(replace(block, store_ns_per_gib=2_500_000) for block in workload.blocks)
+    stacked = replace(workload, blocks=blocks)
+    assert Workload.from_json(stacked.to_json()) == stacked
+    assert blocks[0].store_ns(2**30) == 2_500_000
+    assert blocks[0].store_ns(1) == 1
+    assert blocks[0].store_ns(0) == 0
 
 
 @pytest.mark.parametrize(

@@ -131,10 +131,14 @@ class Block:
     is_fused: bool = False
     """Its forward runs as one: all that it makes is made by its end, and nothing is let go or
     starts to leave within it; such as a compiled block."""
+    store_ns_per_gib: int = 0
+    """Compute time that each GiB costs which a plan keeps or moves, forward and backward together
+    and beside what copies take: a loop over layers stacks what it keeps, and takes it apart."""
 
     def __post_init__(self) -> None:
         refuse_negative(self.rest_ns, f"block {self.name!r}", "rest_ns")
         refuse_negative(self.workspace_bytes, f"block {self.name!r}", "workspace_bytes")
+        refuse_negative(self.store_ns_per_gib, f"block {self.name!r}", "store_ns_per_gib")
         earlier: set[str] = set()
         for activation in self.activations:
             self._refuse_marked_names(activation)
@@ -158,6 +162,10 @@ class Block:
     def num_bytes_saved(self) -> int:
         """Bytes that autograd keeps for backward when no plan is active."""
         return sum(activation.num_bytes for activation in self.activations if activation.is_saved)
+
+    def store_ns(self, num_bytes: int) -> int:
+        """Return the compute time that keeping or moving so many bytes costs, rounded up."""
+        return -(-num_bytes * self.store_ns_per_gib // 2**30)
 
     @property
     def forward_ns(self) -> int:

@@ -16,6 +16,8 @@ from ebbtide.workload import Workload
 
 BESIDE = "slower beside copies"
 """Starts the names of the spans for what compute loses to the copies that run beside it."""
+STORING = "stacking what is stored"
+"""Starts the names of the spans for what storing costs by itself."""
 
 
 def simulate(plan: Plan, workload: Workload, machine: Machine) -> Timeline:
@@ -177,7 +179,9 @@ class _Replay:
                     slow_ns = self._machine.slow_ns(program.num_bytes[i], in_rate)
                     self._compute(f"{BESIDE} in", slow_ns)
                 self._note(program.scratch_bytes[event])
-                self._compute(f"{self._event_name(block, event)}", spent_ns)
+                store_ns = program.store_ns[event]
+                self._compute(f"{STORING}", store_ns)
+                self._compute(f"{self._event_name(block, event)}", spent_ns - store_ns)
                 for i in away:
                     if program.last_need.get(i) == event:
                         self._held -= program.num_bytes[i]

@@ -33,11 +33,14 @@ from ebbtide.forms import (
 from ebbtide.naming import unknown_name_message
 
 WORKLOAD_FORMAT = "ebbtide-workload"
-WORKLOAD_VERSION = 3
+WORKLOAD_VERSION = 4
 
 NEW_IN_3 = {"gradient_bytes", "turn_gradient_bytes", "ends_gradient_bytes", "is_fused"}
 """Fields that version 2 did not have: there `resident_bytes` has all gradients, and no block is
 fused."""
+
+NEW_IN_4 = {"store_ns_per_gib"}
+"""Version 3 did not have it: there storing costs no compute time."""
 
 MOST_ENTRIES = 1_000_000
 """Activations, inputs and uses that blocks may have together in a file: a hundred times as many as
@@ -280,6 +283,8 @@ def _read_block(value: object, classes: list[object], version: int, *, where: st
     fields = set(Block.__dataclass_fields__) - {"name"}
     if version == 2:
         fields -= NEW_IN_3
+    if version < 4:
+        fields -= NEW_IN_4
     refuse_unknown_fields(form, fields, where=where)
     activations = read_list(form, "activations", where=where)
     backward = read_list(form, "backward", where=where)
@@ -297,6 +302,9 @@ def _read_block(value: object, classes: list[object], version: int, *, where: st
         rest_ns=read_int(form, "rest_ns", where=where),
         workspace_bytes=read_int(form, "workspace_bytes", where=where),
         is_fused="is_fused" in fields and read_flag(form, "is_fused", where=where),
+        store_ns_per_gib=read_int(form, "store_ns_per_gib", where=where)
+        if "store_ns_per_gib" in fields
+        else 0,
     )
 
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -58,6 +59,34 @@ def corners(menu: tuple[Option, ...]) -> list[tuple[int, int]]:
 
 
 # By hand.
+
+
+def stacked(block: BlockClass, *store_ns: int) -> BlockClass:
+    return replace(block, store_ns=store_ns)
+
+
+def test_what_costs_more_to_store_than_to_make_is_stored_by_the_first_option_alone() -> None:
+    # Storing y costs 5 ns and making it 3; storing h costs 4 and making it 10.
+    plain = compiled(made("x", 2, 0), made("h", 20, 10, "x"), made("y", 30, 3, "h"))
+    block = stacked(plain, 1, 4, 5)
+    menu = make_menu(block)
+    assert [(o.num_bytes, o.replay_ns, o.store_ns) for o in menu] == [
+        (52, 0, 10),
+        (22, 3, 5),
+        (2, 13, 1),
+    ]
+    assert [option.spent_ns for option in menu] == [10, 8, 14]
+
+
+def test_random_menus_with_stores_that_cost_have_the_fastest_of_all_options() -> None:
+    for seed in range(60):
+        rng = random.Random(seed)
+        plain = compile_chain(random_workload(rng, 1, 6)).classes[0]
+        rate = rng.randint(1, 9)
+        block = stacked(plain, *(rate * num_bytes for num_bytes in plain.num_bytes))
+        assert min(option.spent_ns for option in make_menu(block)) <= min(
+            option.spent_ns for option in all_options(block)
+        ), seed
 
 
 def test_an_option_for_each_price_of_a_byte() -> None:

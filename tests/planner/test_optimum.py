@@ -153,10 +153,24 @@ def plans_of(workload: Workload, machine: Machine, budget_bytes: int) -> dict[st
     return plans
 
 
-def check_against_optimum(seed: int, num_blocks: int, num_activations: int) -> bool:
+def stacked(workload: Workload, rng: random.Random) -> Workload:
+    """Let what a block stores cost compute time, from little to more than making it again."""
+    return replace(
+        workload,
+        blocks=tuple(
+            replace(block, store_ns_per_gib=rng.choice((0, 10_000_000, 100_000_000)))
+            for block in workload.blocks
+        ),
+    )
+
+
+def check_against_optimum(
+    seed: int, num_blocks: int, num_activations: int, *, is_stacked: bool = False
+) -> bool:
     """Assert bound <= optimum <= plan at a random budget; whether there was any plan."""
     rng = random.Random(seed)
     workload = scaled(random_workload(rng, num_blocks, num_activations))
+    workload = stacked(workload, rng) if is_stacked else workload
     # With a disk there are four decisions, and few activations are many plans.
     machine = a_machine(rng, has_disk=num_blocks * num_activations <= 6 and rng.random() < 0.5)
     most_bytes = keep_peak_bytes(workload, machine)
@@ -186,6 +200,23 @@ def test_bound_optimum_and_plan_are_in_this_order() -> None:
         check_against_optimum(seed, *SHAPES[seed % len(SHAPES)]) for seed in range(24)
     )
     assert num_planned >= 10
+
+
+def test_bound_optimum_and_plan_are_in_this_order_where_storing_costs() -> None:
+    num_planned = sum(
+        check_against_optimum(seed, *SHAPES[seed % len(SHAPES)], is_stacked=True)
+        for seed in range(500, 524)
+    )
+    assert num_planned >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(4000, 4200, 20))
+def test_bound_optimum_and_plan_are_in_this_order_where_storing_costs_for_many(
+    first: int,
+) -> None:
+    for seed in range(first, first + 20):
+        check_against_optimum(seed, *SHAPES[seed % len(SHAPES)], is_stacked=True)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.endurance import bytes_per_day
 from ebbtide.planner.result import Outcome
-from ebbtide.simulate import BESIDE, simulate
+from ebbtide.simulate import BESIDE, STORING, simulate
 from ebbtide.timeline import Lane, Timeline
 from ebbtide.units import format_bytes
 from ebbtide.workload import Workload
@@ -91,11 +91,15 @@ def _write_times(plan: Plan, workload: Workload, timeline: Timeline) -> Iterator
     beside_ns = sum(
         span.end_ns - span.start_ns for span in timeline.spans if span.name.startswith(BESIDE)
     )
-    again_ns = timeline.busy_ns(Lane.COMPUTE) - kept_ns - beside_ns
+    storing_ns = sum(
+        span.end_ns - span.start_ns for span in timeline.spans if span.name.startswith(STORING)
+    )
+    again_ns = timeline.busy_ns(Lane.COMPUTE) - kept_ns - beside_ns - storing_ns
     yield (
         f"step: {_ms(timeline.step_ns)} = {_ms(kept_ns)} when all is kept "
         f"+ {_ms(again_ns)} of recomputation + {_ms(beside_ns)} slower beside copies "
-        f"+ {_ms(timeline.stall_ns)} of stalls"
+        + (f"+ {_ms(storing_ns)} of {STORING} " if storing_ns else "")
+        + f"+ {_ms(timeline.stall_ns)} of stalls"
     )
     yield f"bound: {_ms(plan.bound_step_ns)}; no plan for this budget is faster"
     for lane, title in _COPIES.items():

@@ -25,16 +25,19 @@ def closed_form_ns(
     excess = max(0, stored - room)
     out_rate, in_rate = link_rates(machine, caps)
     tiers = caps.host_bytes + caps.disk_bytes
+    # What every plan spends beside, and the most that storing adds to backward's window.
+    least_ns = sum(min(option.spent_ns for option in menus[c]) for c in chain.class_of)
+    stored_ns = sum(max(option.store_ns for option in menus[c]) for c in chain.class_of)
     # In bytes a ns, and the free window; recomputing lengthens backward's.
     sides = (
         (out_rate * 1e-9, chain.forward_ns, False),
-        (in_rate * 1e-9, chain.backward_ns, True),
+        (in_rate * 1e-9, chain.backward_ns + least_ns + stored_ns, True),
     )
     delay = max(
         _least_delay_ns(chain, menus, excess, tiers, rate, window, is_backward)
         for rate, window, is_backward in sides
     )
-    return chain.base_ns + int(delay)
+    return chain.base_ns + least_ns + int(delay)
 
 
 def steps_by_price(chain: Chain, menus: tuple[tuple[Option, ...], ...]) -> list[tuple[float, int]]:
@@ -44,7 +47,9 @@ def steps_by_price(chain: Chain, menus: tuple[tuple[Option, ...], ...]) -> list[
         count = chain.class_of.count(c)
         for left, right in pairwise(menu):
             freed = left.num_bytes - right.num_bytes
-            steps.append(((right.replay_ns - left.replay_ns) / freed, freed * count))
+            # Where storing costs time a step down may save some: the floor has that already.
+            price = max(0, right.spent_ns - left.spent_ns) / freed
+            steps.append((price, freed * count))
     return sorted(steps)
 
 

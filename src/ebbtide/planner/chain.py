@@ -69,6 +69,8 @@ class BlockClass:
     """Held by forward ops."""
     is_fused: bool
     """Whether its forward is one moment."""
+    store_ns: tuple[int, ...]
+    """Compute time that storing each activation costs."""
     pins: tuple[Decision | None, ...]
     """What the user decided for each activation."""
 
@@ -205,7 +207,7 @@ def _without_names(block: Block, names: Sequence[str], pins: Mapping[str, Decisi
         for e in block.backward
     ]
     pinned = tuple(map(pins.get, names)) if pins else ()
-    rest = (block.rest_ns, block.workspace_bytes, block.is_fused)
+    rest = (block.rest_ns, block.workspace_bytes, block.is_fused, block.store_ns_per_gib)
     return tuple(activations), tuple(events), rest, pinned
 
 
@@ -252,6 +254,7 @@ def _compile_block(block: Block, pins: Mapping[str, Decision]) -> BlockClass:
         rest_ns=block.rest_ns,
         workspace_bytes=block.workspace_bytes,
         is_fused=block.is_fused,
+        store_ns=tuple(block.store_ns(activation.num_bytes) for activation in block.activations),
         pins=tuple(pins.get(activation.name) for activation in block.activations),
     )
 

@@ -37,7 +37,7 @@ class Family:
         for c, menu in enumerate(space.menus):
             for step, (left, right) in enumerate(pairwise(menu)):
                 freed = left.num_bytes - right.num_bytes
-                prices.append(((right.replay_ns - left.replay_ns) / freed, c, step))
+                prices.append(((right.spent_ns - left.spent_ns) / freed, c, step))
         most = max(len(menu) for menu in space.menus)
         self._starts = np.full((len(space.menus), most - 1), np.inf)
         """Steps before the first of a class's from each option to the next."""

@@ -4,10 +4,11 @@ An option is a set of stored activations; the rest of what backward needs is rep
 For a price of one byte, the option with the least (recomputation + price x stored bytes) is a
 minimum cut: a call is replayed or not, replaying it needs its inputs, and what is needed and not
 replayed is stored. All such options together are the lower convex hull of (bytes, time) over the
-2^n sets; they are found by cutting between neighbours until nothing new appears (project
-selection, Picard 1976; the chord method, Eisner and Severance 1976). What differs: op calls with
-several outputs pay once, and inputs shared by several replays are stored once, so cones need no
-special case. Known weakness: the working set of a replay has no part in the price.
+2^n sets; they are found by cutting between neighbours until nothing new appears (project selection,
+Picard 1976; the chord method, Eisner and Severance 1976). What differs: op calls with several
+outputs pay once, and inputs shared by several replays are stored once, so cones need no special
+case. What storing a value costs by itself is a part of its price. Known weakness: the working set
+of a replay has no part in the price.
 """
 
 from collections import deque
@@ -37,17 +38,24 @@ class Option:
     """Their bytes."""
     replay_ns: int
     """Time to replay what is needed and not stored, each call once."""
+    store_ns: int = 0
+    """Compute time that storing costs, whether what is stored stays or leaves."""
     replayed: frozenset[int]
     """The calls that this runs again."""
+
+    @property
+    def spent_ns(self) -> int:
+        """Time that it costs beside copies."""
+        return self.replay_ns + self.store_ns
 
 
 def make_menu(block: BlockClass) -> tuple[Option, ...]:
     """Return the options on the hull, from most bytes and least time to least bytes.
 
-    The first one stores all that autograd saves.
+    The first one stores all that autograd saves. Where storing costs time, others may be faster.
     """
     everything = sum(block.num_bytes) + 1
-    all_time = sum(call.make_ns for call in block.calls) + 1
+    all_time = sum(call.make_ns for call in block.calls) + sum(block.store_ns) + 1
     keep = _least_replayed(block)
     # Ties go to the fewer bytes on the first, and to the least time on the last.
     first = _cut(block, time_weight=everything, byte_weight=1)
@@ -61,17 +69,17 @@ def make_menu(block: BlockClass) -> tuple[Option, ...]:
     while todo:
         left, right = todo.pop()
         time_weight = left.num_bytes - right.num_bytes
-        byte_weight = right.replay_ns - left.replay_ns
+        byte_weight = right.spent_ns - left.spent_ns
         if time_weight <= 0 or byte_weight <= 0:
             continue
         found = _cut(block, time_weight=time_weight, byte_weight=byte_weight)
-        cost = time_weight * found.replay_ns + byte_weight * found.num_bytes
-        if cost < time_weight * left.replay_ns + byte_weight * left.num_bytes:
+        cost = time_weight * found.spent_ns + byte_weight * found.num_bytes
+        if cost < time_weight * left.spent_ns + byte_weight * left.num_bytes:
             options.append(found)
             todo += [(left, found), (found, right)]
     # The fastest of each size; nothing is larger than what autograd saves.
     fastest: dict[int, Option] = {}
-    for option in sorted(options, key=lambda option: -option.replay_ns):
+    for option in sorted(options, key=lambda option: -option.spent_ns):
         fastest[option.num_bytes] = option
     fastest[keep.num_bytes] = keep
     options = [fastest[size] for size in sorted(fastest, reverse=True) if size <= keep.num_bytes]
@@ -104,10 +112,10 @@ def _between(block: BlockClass, left: Option, right: Option) -> list[Option]:
         replayed = replayed | {number}
         option = make_option(block, replayed)
         share = (left.num_bytes - option.num_bytes) / (left.num_bytes - right.num_bytes)
-        line_ns = left.replay_ns + share * (right.replay_ns - left.replay_ns)
-        slack_ns = NEAR_HULL_SHARE * (right.replay_ns - left.replay_ns)
+        line_ns = left.spent_ns + share * (right.spent_ns - left.spent_ns)
+        slack_ns = NEAR_HULL_SHARE * abs(right.spent_ns - left.spent_ns)
         is_step = right.num_bytes < option.num_bytes < last.num_bytes
-        if is_step and option.replay_ns <= line_ns + slack_ns:
+        if is_step and option.spent_ns <= line_ns + slack_ns:
             found.append(option)
             last = option
     return found
@@ -129,16 +137,18 @@ def make_option(block: BlockClass, replayed: frozenset[int]) -> Option:
         stored=frozenset(stored),
         num_bytes=sum(block.num_bytes[i] for i in stored),
         replay_ns=sum(block.calls[number].make_ns for number in run),
+        store_ns=sum(block.store_ns[i] for i in stored),
         replayed=frozenset(run),
     )
 
 
 def _cut(block: BlockClass, *, time_weight: int, byte_weight: int) -> Option:
-    """Return the option with the least weighted sum of recomputation and stored bytes."""
+    """Return the option with the least weighted sum of time and stored bytes."""
     num_calls = len(block.calls)
     edges: list[dict[int, int]] = [{} for _ in range(2 + num_calls + len(block.num_bytes))]
     endless = 1 + sum(
-        time_weight * call.make_ns + byte_weight * sum(block.num_bytes[i] for i in call.outputs)
+        time_weight * (call.make_ns + sum(block.store_ns[i] for i in call.outputs))
+        + byte_weight * sum(block.num_bytes[i] for i in call.outputs)
         for call in block.calls
     )
 
@@ -156,9 +166,9 @@ def _cut(block: BlockClass, *, time_weight: int, byte_weight: int) -> Option:
             is_pinned = block.pins[i] is Decision.RECOMPUTE and may_run_again
             # Saved ones are needed; the others if a replayed call reads them.
             tail = _SOURCE if block.is_saved[i] else 2 + num_calls + i
-            num_bytes = block.num_bytes[i]
-            if is_pinned or num_bytes:
-                add(tail, node, endless if is_pinned else byte_weight * num_bytes)
+            price = byte_weight * block.num_bytes[i] + time_weight * block.store_ns[i]
+            if is_pinned or price:
+                add(tail, node, endless if is_pinned else price)
         if may_run_again:
             for i in call.inputs:
                 if not block.is_saved[i]:

@@ -32,9 +32,12 @@ class Program:
     call_bytes: tuple[int, ...]
     """Bytes of each forward moment beside what was stored before it."""
     event_ns: tuple[int, ...]
-    """Time of each backward moment, replays included."""
+    """Time of each backward moment, replays and what storing costs included."""
     replay_ns: tuple[int, ...]
     """The part of it that replays take."""
+    store_ns: tuple[int, ...]
+    """The part of it that storing costs, forward's share too: it is charged where backward first
+    asks for what was stored."""
     scratch_bytes: tuple[int, ...]
     """Most bytes of replayed activations, gradients and workspaces at each backward moment."""
     num_bytes: tuple[int, ...]
@@ -54,6 +57,9 @@ def make_program(block: BlockClass, option: Option) -> Program:
     """Walk through a block's forward and backward under `option`."""
     event_ns, replay_ns, scratch, first, last = _walk_backward(block, option.stored)
     last_held = _last_held(block)
+    store_ns = [0] * len(event_ns)
+    for i, event in first.items():
+        store_ns[event] += block.store_ns[i]
     moments = block.moments
     call_ns = [moment.spent_ns for moment in moments]
     call_ns[-1] += block.tail_ns
@@ -68,8 +74,9 @@ def make_program(block: BlockClass, option: Option) -> Program:
         transient_bytes=transient,
         made=made,
         call_bytes=tuple(map(add, transient, _bytes_of(block, made))),
-        event_ns=tuple(event_ns),
+        event_ns=tuple(map(add, event_ns, store_ns)),
         replay_ns=tuple(replay_ns),
+        store_ns=tuple(store_ns),
         scratch_bytes=tuple(scratch),
         num_bytes=block.num_bytes,
         last_held=last_held,

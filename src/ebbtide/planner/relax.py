@@ -182,9 +182,7 @@ class _Program:
             self._leq.add([(evicted, 1.0), (stored, -1.0)], 0.0)
             for sums, part in ((self._made, stored), (self._moved, evicted)):
                 self._eq.add([(sums[block], 1.0), (part, 1.0), (sums[block + 1], -1.0)], 0.0)
-            self._replay.append(
-                [(w, o.replay_ns / _NS) for w, o in zip(weights, menu, strict=True)]
-            )
+            self._replay.append([(w, o.spent_ns / _NS) for w, o in zip(weights, menu, strict=True)])
         self._upper[self._made[0]] = self._upper[self._moved[0]] = 0.0
 
     def _slot(self, ns: int) -> int:

@@ -76,6 +76,7 @@ def pace_workload(workload: Workload, factor: Fraction) -> Workload:
                 for event in block.backward
             ),
             rest_ns=_times(block.rest_ns, factor),
+            store_ns_per_gib=_times(block.store_ns_per_gib, factor),
         )
         for block in workload.blocks
     )

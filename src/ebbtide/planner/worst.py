@@ -89,6 +89,7 @@ def _worst_block(blocks: Sequence[Block]) -> Block:
         backward=_worst_events(blocks),
         rest_ns=max(block.rest_ns for block in blocks),
         workspace_bytes=max(block.workspace_bytes for block in blocks),
+        store_ns_per_gib=max(block.store_ns_per_gib for block in blocks),
     )
 
 
