@@ -57,6 +57,7 @@ def test_rows_come_in_the_order_asked_for_and_are_alike(published: dict[str, Any
         if other is not plain:
             assert 0 <= other["grad_relative_difference"] < 1e-5  # XLA for CPUs rounds a little
     assert plain["perplexity_after"] < plain["perplexity_before"]
+    assert "the same step taken again has the same gradients, bit for bit" in plain["note"]
 
 
 def test_each_row_has_its_flags(published: dict[str, Any]) -> None:
