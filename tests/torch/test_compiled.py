@@ -544,6 +544,65 @@ def test_what_is_compiled_as_a_whole_is_refused(build: Callable[[], nn.Module], 
     )
 
 
+def wrap_model(model: nn.Module, **options: Any) -> nn.Module:
+    wrapped: Any = torch.compile(model, **options)
+    return wrapped
+
+
+def wrap_model_in_one_graph(model: nn.Module, **options: Any) -> nn.Module:
+    return wrap_model(model, fullgraph=True, **options)
+
+
+def compile_model_in_place(model: nn.Module, **options: Any) -> nn.Module:
+    model.compile(**options)
+    return model
+
+
+@pytest.mark.parametrize("plan", ["offload", "recompute"])
+@pytest.mark.parametrize(
+    "way", [*WAYS, wrap_model, wrap_model_in_one_graph, compile_model_in_place]
+)
+def test_what_is_compiled_after_attach_runs_as_without_and_says_so(
+    way: Compile, plan: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The compiler takes hooks for a part of the model: it must not get the runtime with them."""
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(features()).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain = gradients(way(seeded(lambda: Stack(Gated)), backend="aot_eager"))
+    compilations()
+    model = seeded(lambda: Stack(Gated))
+    with attach_here(model, plan, tmp_path) as tide:
+        attached = gradients(way(model, backend="aot_eager"))
+        assert tide.statistics().moved_out_bytes == 0
+    assert len(plain) == len(attached) > 0
+    assert all(map(torch.equal, plain, attached))
+    assert compilations()["graph_break"] == {}
+    told = [r.getMessage() for r in caplog.records if "compiled after attach" in r.getMessage()]
+    assert told == [
+        "blocks were compiled after attach: they run as they would without ebbtide, and the plan "
+        "moves and recomputes nothing of them. Let ebbtide compile them, with attach(model, ..., "
+        "compile=True), or compile each block before you attach."
+    ]
+
+
+def test_a_copy_of_an_attached_model_is_compiled_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = seeded(lambda: Stack(Gated))
+    with attach_here(model, "offload", tmp_path):
+        copied = copy.deepcopy(model)
+    wrap_model_in_one_graph(copied, backend="aot_eager")(features()).sum().backward()
+    assert [p.grad is not None for p in copied.parameters()] == [True] * len(
+        list(copied.parameters())
+    )
+    assert "compiled after attach" not in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_cuda_graphs_are_refused(way: Compile, tmp_path: Path) -> None:

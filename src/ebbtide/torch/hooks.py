@@ -6,10 +6,12 @@ then runs the original's weights. A copy or an unpickled model carries inert hoo
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -18,22 +20,47 @@ from ebbtide.torch.forward import BlockState
 from ebbtide.torch.internals import compiled_call_of, pre_hooks_of
 from ebbtide.torch.runtime import Runtime
 
+log = logging.getLogger("ebbtide")
+
 Removable = RemovableHandle | CompiledCall
+
+_warned: set[str] = set()
+"""Runtimes whose user was told that blocks were compiled after `attach`."""
 
 
 class _Hook:
     """A hook that turns inert when the module that carries it is copied or pickled."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_call", "_runtime")
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., None], runtime: Runtime | None = None) -> None:
         self._call = call
+        self._runtime = "" if runtime is None else f"{id(runtime):x}"
+        """Tells runtimes apart; a text, which the compiler takes for constant."""
 
     def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            # The compiler would take the runtime itself for a part of the model.
+            if self._runtime:
+                _warn_of_compiling(self._runtime)
+            return
         self._call(*args)
 
     def __reduce__(self) -> tuple[Callable[[], _Hook], tuple[()]]:
         return _inert_hook, ()
+
+
+@torch.compiler.assume_constant_result
+def _warn_of_compiling(runtime: str) -> bool:
+    """Warn once: what is assumed to be constant is called as torch compiles, and only then."""
+    if runtime not in _warned:
+        _warned.add(runtime)
+        log.warning(
+            "blocks were compiled after attach: they run as they would without ebbtide, and the "
+            "plan moves and recomputes nothing of them. Let ebbtide compile them, with "
+            "attach(model, ..., compile=True), or compile each block before you attach."
+        )
+    return True
 
 
 def _inert_hook() -> _Hook:
@@ -121,8 +148,8 @@ def _install_model(runtime: Runtime, model: nn.Module) -> list[Removable]:
         runtime.end_forward(output)
 
     return [
-        model.register_forward_pre_hook(_Hook(before)),
-        model.register_forward_hook(_Hook(after), always_call=True),
+        model.register_forward_pre_hook(_Hook(before, runtime)),
+        model.register_forward_hook(_Hook(after, runtime), always_call=True),
     ]
 
 
@@ -133,7 +160,7 @@ def _install_entry(runtime: Runtime, state: BlockState) -> Removable:
     block = _block_of(state)
     if compiled_call_of(block) is not None:
         return CompiledCall(runtime, state, block)  # it tells of the end, too
-    return block.register_forward_pre_hook(_Hook(before), with_kwargs=True)
+    return block.register_forward_pre_hook(_Hook(before, runtime), with_kwargs=True)
 
 
 def _install_exit(runtime: Runtime, state: BlockState) -> list[Removable]:
@@ -144,7 +171,7 @@ def _install_exit(runtime: Runtime, state: BlockState) -> list[Removable]:
     if compiled_call_of(block) is not None:
         return []
     # First of the block's forward hooks: FSDP's frees the parameters that checks replay with.
-    return [block.register_forward_hook(_Hook(after), always_call=True, prepend=True)]
+    return [block.register_forward_hook(_Hook(after, runtime), always_call=True, prepend=True)]
 
 
 def _block_of(state: BlockState) -> nn.Module:
@@ -170,6 +197,6 @@ def _install_scope(
         runtime.step_out(state)
 
     return [
-        module.register_forward_pre_hook(_Hook(step_in)),
-        module.register_forward_hook(_Hook(step_out), always_call=True),
+        module.register_forward_pre_hook(_Hook(step_in, runtime)),
+        module.register_forward_hook(_Hook(step_out, runtime), always_call=True),
     ]
