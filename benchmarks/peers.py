@@ -314,7 +314,7 @@ def write_small(workload: Workload, scale: int, folder: Path) -> Path:
     config = read_config(find_model(workload.model, workload.layers))
     config.update(
         {
-            name: max(getattr(config, name) // scale, 16)
+            name: max(getattr(config, name) // scale // 8 * 8, 16)
             for name in ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")
             if getattr(config, name, None) is not None
         }
