@@ -11,9 +11,9 @@ Blocks of Llama-3-8B's shape, one model, one process, all rows of one run:
   of host memory; `host and disk`: with the disk too. The figure is the last's time over the
   first's.
 
-The budget is what `inputs, host` took, and some more. Gradients are compared bit for bit with those
-of the model without ebbtide. With `--tiny`, a dry run on a CPU: there host memory is the device's,
-so that rows with a host tier are left out.
+The budget is what `inputs, host` took, and some more; `--inputs-only` leaves its rows out.
+Gradients are compared bit for bit with those of the model without ebbtide. With `--tiny`, a dry run
+on a CPU: there host memory is the device's, so that rows with a host tier are left out.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def main() -> int:
     parser.add_argument("--host", default="4GiB", help="of the rows with a budget")
     parser.add_argument("--disk", default="64GiB", help="most bytes in FOLDER")
     parser.add_argument("--tiny", action="store_true", help="a dry run on a CPU")
+    parser.add_argument("--inputs-only", action="store_true", help="no rows with a budget")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     started = time.perf_counter()
@@ -108,7 +109,7 @@ def main() -> int:
         Way(name="host and disk", options={"budget": budget, **with_host, "disk": disk}),
     ]
     for way in ways:
-        if options.tiny and way.name == "host":
+        if options.inputs_only or (options.tiny and way.name == "host"):
             continue
         expected = reference if way.name == "host and disk" else None
         rows.append(measure(way, model, ids, options.steps, expected))
@@ -129,7 +130,8 @@ def main() -> int:
     }
     text, is_kept = report(facts, rows)
     options.out.mkdir(parents=True, exist_ok=True)
-    name = "disk-gpu-tiny" if options.tiny else f"disk-gpu-{options.context}"
+    rows_of = "disk-gpu-inputs" if options.inputs_only else "disk-gpu"
+    name = f"{rows_of}-tiny" if options.tiny else f"{rows_of}-{options.context}"
     result = {"facts": facts, "rows": rows, "table": text}
     (options.out / f"{name}.json").write_text(json.dumps(result, indent=1))
     print(text)
@@ -153,12 +155,15 @@ def measure(
             if index == 0 and is_gpu:
                 first_peak_gib = torch.cuda.max_memory_allocated() / GIB
         tide.reset_statistics()
+        read_before = read_by_disk(tide)
         if is_gpu:
             torch.cuda.reset_peak_memory_stats()
         times = [step(model, ids) for _ in range(num_steps)]
+        disk_read_gib = (read_by_disk(tide) - read_before) / GIB / num_steps
         peak_gib = torch.cuda.max_memory_allocated() / GIB if is_gpu else 0.0
         row = {"way": way.name, "step_ms_all": times, **counts(tide, num_steps)}
         row |= {"peak_gib": peak_gib, "first_peak_gib": first_peak_gib}
+        row["disk_read_gib"] = disk_read_gib
         if reference is not None:
             found = gradients(model, ids)
             row["grad_equal"] = all(
@@ -167,6 +172,13 @@ def measure(
     row["seconds"] = round(time.perf_counter() - started, 1)
     print(f"{way.name:16} {[round(t) for t in times]} ms", file=sys.stderr, flush=True)
     return row
+
+
+def read_by_disk(tide: Tide) -> int:
+    """Return the bytes that were read from disk, without what pinned memory still held."""
+    tiers = None if tide.runtime is None else tide.runtime.tiers
+    disk = None if tiers is None else tiers.disk
+    return 0 if disk is None else disk.statistics().read_bytes
 
 
 def counts(tide: Tide, num_steps: int) -> dict[str, Any]:

@@ -112,6 +112,32 @@ def test_disk_gives_the_same_bits(plan: str, host: str | None, tmp_path: Path) -
     assert differences(got, train_plain(name)) == []
 
 
+def test_a_second_backward_of_one_graph_reads_what_the_first_had_from_pinned_memory(
+    tmp_path: Path,
+) -> None:
+    name = "llama with grouped queries"
+    ids = tokens(device="cuda")
+
+    def loss_of(model: Any) -> Tensor:
+        return model(input_ids=ids, labels=ids).loss
+
+    plain = build_on_cuda(name)
+    wanted = torch.autograd.grad(loss_of(plain), list(plain.parameters()))
+    model = build_on_cuda(name)
+    with attach(model, "offload", disk=f"{tmp_path}:200MiB", min_bytes=1024) as tide:
+        for _ in range(3):
+            loss_of(model).backward()
+        loss = loss_of(model)
+        for _ in range(2):
+            found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            assert all(map(torch.equal, found, wanted))
+        runtime = tide.runtime
+        assert runtime is not None and runtime.tiers is not None
+        assert runtime.tiers.disk is not None
+        assert runtime.tiers.disk.statistics().read_bytes > 0
+        del loss
+
+
 def crossing_step(model: nn.Module, index: int) -> Tensor:
     """Run two forwards before their backwards, the first one's backward first."""
     del index

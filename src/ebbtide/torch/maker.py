@@ -9,6 +9,7 @@ import torch
 
 from ebbtide.errors import EbbtideError
 from ebbtide.memory.arena import ALIGNMENT_BYTES
+from ebbtide.memory.bounce import bounce_bytes
 from ebbtide.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
@@ -247,9 +248,13 @@ class PlanMaker:
         out_bytes, in_bytes = plan.max_out_bytes_in_flight, plan.max_in_bytes_in_flight
         # The largest activation must pass, and is no larger than either.
         least_bytes = min(max(out_bytes, in_bytes), disk_bytes)
-        refusal = tiers.reserve_bounce(
-            min(out_bytes + in_bytes, 2 * disk_bytes), least_bytes=least_bytes
+        cap_bytes = tiers.host_cap_bytes
+        wanted_bytes = bounce_bytes(
+            disk_bytes=disk_bytes,
+            in_flight_bytes=out_bytes + in_bytes,
+            room_bytes=None if cap_bytes is None else cap_bytes - tiers.host_bytes,
         )
+        refusal = tiers.reserve_bounce(wanted_bytes, least_bytes=least_bytes)
         if refusal is not None:
             self._has_bounce = False
             self._plan_with_less(f"{refusal} Copies to disk need it: the plan is made without.")

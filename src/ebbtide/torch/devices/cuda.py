@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ebbtide.memory.arena import Region
-from ebbtide.memory.disk import DiskStore
-from ebbtide.memory.disk_rates import NUM_THREADS
 from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import (
     AbstractDevice,
@@ -24,8 +18,9 @@ from ebbtide.torch.devices.base import (
     Stream,
     raised_anew,
 )
+from ebbtide.torch.devices.disk_lane import DiskCopy, DiskLane
 from ebbtide.torch.internals import sleep_on_device
-from ebbtide.torch.tiers import HostRegion, Tiers
+from ebbtide.torch.tiers import Tiers
 
 
 class CudaDevice(AbstractDevice):
@@ -41,10 +36,10 @@ class CudaDevice(AbstractDevice):
         self._tiers = tiers
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
-        self._disk: _DiskLane | None = None
+        self._disk: DiskLane | None = None
         if tiers.bounce is not None:
             assert tiers.disk is not None, "bug in ebbtide: bounce memory without a disk"
-            self._disk = _DiskLane(tiers.disk, tiers.bounce)
+            self._disk = DiskLane(tiers.disk, tiers.bounce)
 
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self._device)
@@ -84,7 +79,7 @@ class CudaDevice(AbstractDevice):
     def wait(self, stream: Stream, event: Event | Stream) -> None:
         if isinstance(event, torch.cuda.Stream):
             stream.wait_stream(event)
-        elif isinstance(event, _DiskCopy):
+        elif isinstance(event, DiskCopy):
             # The copy to or from the bounce memory may not be queued yet: the CPU waits for
             # that, and the stream for the copy itself.
             error = event.device_copy.exception()
@@ -133,122 +128,3 @@ class CudaMeter(AbstractMeter):
         # `memory_allocated` sorts all counters into a new table first.
         counters: Any = torch.cuda.memory_stats_as_nested_dict(self._device)
         return counters["allocated_bytes"]["all"][what] if counters else 0
-
-
-class _DiskCopy:
-    """One copy between the GPU and the disk."""
-
-    __slots__ = ("device_copy", "is_stored")
-
-    def __init__(self) -> None:
-        self.device_copy: Future[Any] = Future()
-        """The GPU's part of the copy, once it is queued."""
-        self.is_stored: Future[None] = Future()
-        """The file's part of the copy."""
-
-
-class _DiskLane:
-    """GPU to disk and back, through pinned memory and threads."""
-
-    def __init__(self, store: DiskStore, bounce: HostRegion) -> None:
-        self._store = store
-        self._bounce = bounce
-        self._free = threading.Condition()
-        # As many as the store has: each one waits for the GPU or for one of the store's.
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="ebbtide-bounce")
-
-    def copy(
-        self,
-        memory: Tensor,
-        region: Region,
-        lane: torch.cuda.Stream,
-        stream: Stream,
-        after: Sequence[Event],
-        *,
-        is_out: bool,
-    ) -> _DiskCopy:
-        copy = _DiskCopy()
-        bounce = self._take(memory.numel())
-        first = bounce.offset_bytes
-        row = self._bounce.buffer[first : first + bounce.num_bytes]
-        files = [e.is_stored for e in after if isinstance(e, _DiskCopy)]
-        if is_out:
-            lane.wait_stream(stream)
-            with torch.cuda.stream(lane):
-                row.copy_(memory, non_blocking=True)
-                copy.device_copy.set_result(lane.record_event())
-            self._threads.submit(self._store_row, copy, row, bounce, region, files)
-        else:
-            ready = stream.record_event()
-            self._threads.submit(
-                self._load_row, copy, memory, row, bounce, region, files, lane, ready
-            )
-        return copy
-
-    def _store_row(
-        self,
-        copy: _DiskCopy,
-        row: Tensor,
-        bounce: Region,
-        region: Region,
-        files: list[Future[None]],
-    ) -> None:
-        try:
-            # The place must be free, whatever became of the copies that used it before.
-            futures.wait(files)
-            copy.device_copy.result().synchronize()
-            self._store.write(region, _memory(row)).result()
-        except BaseException as error:
-            copy.is_stored.set_exception(error)
-        else:
-            copy.is_stored.set_result(None)
-        finally:
-            self._give_back(bounce)
-
-    def _load_row(
-        self,
-        copy: _DiskCopy,
-        memory: Tensor,
-        row: Tensor,
-        bounce: Region,
-        region: Region,
-        files: list[Future[None]],
-        lane: torch.cuda.Stream,
-        ready: torch.cuda.Event,
-    ) -> None:
-        try:
-            for file in files:
-                file.result()
-            self._store.read(region, _memory(row)).result()
-            with torch.cuda.stream(lane):
-                lane.wait_event(ready)
-                memory.copy_(row, non_blocking=True)
-                event = lane.record_event()
-        except BaseException as error:
-            copy.device_copy.set_exception(error)
-            copy.is_stored.set_exception(error)
-        else:
-            copy.device_copy.set_result(event)
-            copy.is_stored.set_result(None)
-            event.synchronize()
-        finally:
-            self._give_back(bounce)
-
-    def _take(self, num_bytes: int) -> Region:
-        """Return bounce memory; waits until earlier copies have given enough back."""
-        with self._free:
-            while True:
-                region = self._bounce.arena.take(num_bytes)
-                if region is not None:
-                    return region
-                self._free.wait()
-
-    def _give_back(self, bounce: Region) -> None:
-        with self._free:
-            self._bounce.arena.give_back(bounce)
-            self._free.notify_all()
-
-
-def _memory(row: Tensor) -> memoryview:
-    array: Any = row.numpy()
-    return memoryview(array)
