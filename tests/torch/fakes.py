@@ -107,6 +107,7 @@ class Bench:
     max_in_bytes: int = 4 * ROW
     num_host_rows: int = HOST_ROWS
     anchors: Anchors = field(default_factory=Anchors)
+    trim: Callable[[], None] | None = None
     device: FakeDevice = field(init=False)
     ledger: Ledger = field(init=False)
     tiers: Tiers = field(init=False)
@@ -124,6 +125,7 @@ class Bench:
             max_out_bytes_in_flight=self.max_out_bytes,
             max_in_bytes_in_flight=self.max_in_bytes,
             anchors=self.anchors,
+            trim=self.trim,
         )
 
     def evict(self, value: int, num_bytes: int = ROW) -> Slot:

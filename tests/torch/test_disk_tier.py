@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from ebbtide.errors import MemoryTierError
 from ebbtide.memory import disk
 from ebbtide.memory.disk_rates import NUM_THREADS
 from ebbtide.memory.file_calls import AbstractFileCalls, OpenFile, SystemFileCalls
+from ebbtide.memory.heap import find_trim
 from ebbtide.torch import Tide, attach
 from tests.torch.models import Gated, Stack, features
 from tests.torch.training import (
@@ -241,3 +245,23 @@ def test_the_tier_is_closed_with_its_threads(tmp_path: Path) -> None:
         train_attached(tide, model, feature_step)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == (files, threads)
     assert torch.isfinite(next(model.parameters())).all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_trim() is None, reason="the C library gives nothing back")
+def test_on_a_cpu_the_process_has_less_memory_at_the_turn_by_more_than_was_evicted(
+    tmp_path: Path,
+) -> None:
+    """In a process of its own, since others' holes are given back as well."""
+    program = Path(__file__).with_name("resident_at_turn.py")
+    done = subprocess.run(
+        [sys.executable, str(program), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    kept, given_back, evicted, is_equal = json.loads(done.stdout)
+    assert is_equal
+    assert evicted >= 40 * 2**20
+    assert kept - given_back > evicted

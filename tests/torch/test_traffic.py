@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ebbtide.errors import RuntimeStateError
 from ebbtide.plan import Decision
+from ebbtide.torch import traffic
 from ebbtide.torch.devices.fake import Schedule
 from ebbtide.torch.traffic import CLOSED, MUTATED, Slot
 from tests.torch.fakes import HOST_ROWS, ROW, Bench
@@ -20,6 +21,30 @@ SCHEDULES: tuple[Schedule, ...] = ("late", "eager", "random")
 
 def values(tensor: Tensor) -> set[int]:
     return set(tensor.tolist())
+
+
+def test_freed_memory_goes_back_before_the_turn_once_enough_was_let_go() -> None:
+    held_bytes: list[int] = []
+    bench = Bench(
+        num_host_rows=16,
+        max_out_bytes=16 * ROW,
+        trim=lambda: held_bytes.append(bench.ledger.snapshot().held_device_bytes),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traffic, "MIN_TRIM_BYTES", 4 * ROW)
+        slots = [bench.evict(value) for value in range(3)]
+        bench.traffic.start_turn()
+        assert held_bytes == []  # three rows are not enough
+        slots += [bench.evict(value) for value in range(2)]
+        assert bench.ledger.snapshot().held_device_bytes == 2 * ROW
+        bench.traffic.start_turn()
+        assert held_bytes == [0]  # nothing is leaving any more
+        bench.traffic.start_turn()
+        slots.append(bench.evict(7))
+        bench.traffic.start_turn()
+        assert held_bytes == [0]  # it counts from the last time
+    slots.clear()
+    bench.assert_nothing_is_left()
 
 
 # -- the three lives of a slot ---------------------------------------------------------------------

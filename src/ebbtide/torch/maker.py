@@ -11,6 +11,7 @@ from ebbtide.errors import EbbtideError
 from ebbtide.memory.arena import ALIGNMENT_BYTES
 from ebbtide.memory.bounce import bounce_bytes
 from ebbtide.memory.disk import DISK_ALIGNMENT_BYTES, DiskStore
+from ebbtide.memory.heap import find_trim
 from ebbtide.memory.ledger import Ledger
 from ebbtide.plan import Decision, Plan
 from ebbtide.planner.named import MIN_IN_FLIGHT_BYTES, named_plan
@@ -283,9 +284,12 @@ class PlanMaker:
         if not plan.host_bytes and not plan.disk_bytes:
             return None
         tiers = self._tiers_now()
-        device = CpuDevice(self._disk, self._ledger.count_stall)
+        device, trim = CpuDevice(self._disk, self._ledger.count_stall), find_trim()
         if self._device.type == "cuda":
-            device = CudaDevice(self._device, tiers)
+            device, trim = (
+                CudaDevice(self._device, tiers),
+                None,
+            )  # torch's allocator has its own pool
         if self._sanitizer is not None:
             device = self._sanitizer.guard_device(device, tiers)
         traffic = Traffic(
@@ -295,6 +299,7 @@ class PlanMaker:
             max_out_bytes_in_flight=plan.max_out_bytes_in_flight,
             max_in_bytes_in_flight=plan.max_in_bytes_in_flight,
             anchors=anchors,
+            trim=trim,
         )
         if self._sanitizer is not None:
             self._sanitizer.guard_traffic(traffic)

@@ -37,6 +37,9 @@ MUTATED: Final = (
 NEVER: Final = sys.maxsize
 """After every use: it is fetched when it is needed."""
 
+MIN_TRIM_BYTES: Final = 16 * 2**20
+"""Less is not worth the system's time: a chosen number."""
+
 CLOSED: Final = (
     "{name} was evicted, and the memory that held it was given back by close(). Run backward "
     "before close(), or drop the graph."
@@ -190,7 +193,13 @@ class Traffic:
         max_out_bytes_in_flight: int,
         max_in_bytes_in_flight: int,
         anchors: Anchors | None = None,
+        trim: Callable[[], None] | None = None,
     ) -> None:
+        """Prepare for the copies of one plan.
+
+        `trim` gives memory that was freed back to the system, where allocators of the device keep
+        it and others want it. It is called before the turn, whose peak is the step's own.
+        """
         self.ledger = ledger
         self.tiers = tiers
         self.anchors = anchors or Anchors()
@@ -201,6 +210,9 @@ class Traffic:
         self._device = device
         self._max_out = max_out_bytes_in_flight
         self._max_in = max_in_bytes_in_flight
+        self._trim = trim
+        self._let_go_bytes = 0
+        """Sources that were let go since the last call of `trim`."""
         self._leaving: deque[weakref.ref[Slot]] = deque()
         self._ahead: deque[weakref.ref[Slot]] = deque()  # nearest first
         self._releases: list[tuple[int, int, weakref.ref[Slot]]] = []  # a heap, soonest first
@@ -385,6 +397,7 @@ class Traffic:
         if current != copies.source_stream:
             self._device.wait(current, copies.copied_out)
         copies.leaving = None
+        self._let_go_bytes += copies.num_bytes
 
     def watch(self, slot: Slot, tensor: Tensor) -> None:
         """Note writes to another tensor of the storage, while its source is still held."""
@@ -423,11 +436,14 @@ class Traffic:
 
     def start_turn(self) -> None:
         """Note that the last block's forward has ended: the logits' peak comes now."""
-        if not self.anchors.has_releases:
+        if self.anchors.has_releases:
+            self._release_up_to(self.anchors.turn_start_rank)
+            self._drop_ahead()
+        else:
             self.settle_all()
-            return
-        self._release_up_to(self.anchors.turn_start_rank)
-        self._drop_ahead()
+        if self._trim is not None and self._let_go_bytes >= MIN_TRIM_BYTES:
+            self._let_go_bytes = 0
+            self._trim()
 
     def start_backward(self, forward_pass: Pass | None, index: int) -> None:
         """Note that the backward of a pass starts, in which slots before `index` were evicted.
