@@ -15,6 +15,7 @@ from ebbtide.plan import Decision
 from ebbtide.torch.identity import Layout
 from ebbtide.torch.internals import is_plain, pause_dispatch, storage_address
 from ebbtide.torch.nodes import Nodes
+from ebbtide.torch.parameters import may_be_updated_in_backward
 from ebbtide.torch.record import Call, Node, Ref, Role
 from ebbtide.torch.script import Expected, ExpectedCall, NodeFacts, is_same_number
 
@@ -165,7 +166,7 @@ class Follower:
         parameter = None
         if facts.role is Role.PARAMETER:
             parameter = nodes.parameters.get(key)
-            if parameter is None:
+            if parameter is None or may_be_updated_in_backward(parameter) != facts.is_unsteady:
                 return None
         elif not self._has_role(tensor, key, facts.role):
             return None
@@ -205,6 +206,8 @@ class Follower:
             decision, place,
         )  # fmt: skip
         node.call = facts.call
+        if facts.is_unsteady:
+            self._nodes.note_unsteady(node)
         self._found[index] = node
         self._nodes.enter(node, storage, key)
         return node

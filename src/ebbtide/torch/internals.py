@@ -204,6 +204,11 @@ def has_ended(frame: FrameType) -> bool:
     return True
 
 
+def post_accumulate_hooks_of(parameter: Tensor) -> Any:
+    """Return the hooks that run once a parameter's gradient is there; empty or None without any."""
+    return parameter._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage]
+
+
 def alias_of(tensor: Tensor) -> Tensor:
     """Return `tensor` detached, with the same version counter, also below autograd.
 

@@ -16,7 +16,11 @@ from ebbtide.plan import Decision
 from ebbtide.torch.devices.base import Place
 from ebbtide.torch.identity import StorageRef, clone_storage, storage_key
 from ebbtide.torch.internals import alias_of, is_plain, pause_dispatch, storage_address
-from ebbtide.torch.parameters import Parameters, is_gathered_for_its_module
+from ebbtide.torch.parameters import (
+    Parameters,
+    is_gathered_for_its_module,
+    may_be_updated_in_backward,
+)
 from ebbtide.torch.record import Node, Outer, Record, Role
 from ebbtide.torch.sharded import local_of
 from ebbtide.workload import OpKind
@@ -95,6 +99,10 @@ class Nodes:
         self.roots: list[tuple[Node, Tensor]] = []
         """While the block is checked: what recipes start from and is evicted, and the real one."""
         self._copies_inputs = copies_inputs
+        self.has_unsteady = False
+        """A hook may update some parameter that was met, in the middle of backward."""
+        self.cut: set[int] = set()
+        """Storages of such parameters that were detached."""
         self._outers = outers
         self._storages: list[StorageRef] = []
 
@@ -177,6 +185,42 @@ class Nodes:
         # A part of a storage that is no view counts its versions apart from the other parts, as
         # those of `unsafe_split` do: an equal version does not tell that the storage is the same.
         node.is_shared = owner.numel() * owner.element_size() >= node.num_bytes
+
+    def note_unsteady(self, node: Node) -> None:
+        """Note that a node is, or is made again from, a parameter that a hook may update."""
+        node.is_unsteady = self.has_unsteady = True
+
+    def keep_cut(self, tensor: Tensor, *, is_followed: bool) -> bool:
+        """Keep what is detached, where backward may come too late to make it again.
+
+        What is made from a parameter is needed before the parameter's gradient is there, unless
+        no gradient goes that way: then a hook may have updated the parameter by then. Returns
+        whether it is such a parameter itself.
+
+        Args:
+            tensor: What is detached.
+            is_followed: A script is followed.
+        """
+        if not is_plain(tensor):
+            return False
+        key = storage_key(tensor)
+        node = self.by_storage.get(key)
+        if node is None or node.role is Role.PARAMETER:
+            # To look up all takes long, and what a script tells of was looked up before.
+            parameter = (self.parameters.known if is_followed else self.parameters.get)(key)
+            if parameter is None or not may_be_updated_in_backward(parameter):
+                return False
+            self.cut.add(key)
+            if node is not None:
+                node.is_cut = True
+            return True
+        if node.is_unsteady:
+            node.until_check = False
+            if node.decision is Decision.RECOMPUTE:
+                node.decision = Decision.KEEP
+                with pause_dispatch():
+                    self.hold(node, tensor)
+        return False
 
     def pass_by(self, tensor: Tensor) -> bool:
         """Return whether a parameter is there for its module alone, and note its address then.

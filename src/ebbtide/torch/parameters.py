@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.torch.identity import storage_key
-from ebbtide.torch.internals import tensor_tables
+from ebbtide.torch.internals import post_accumulate_hooks_of, tensor_tables
 from ebbtide.torch.sharded import local_of
 
 Recent = dict[int, weakref.ref[Tensor]]
@@ -95,6 +95,17 @@ def is_gathered_for_its_module(parameter: Tensor) -> bool:
     # Set by DeepSpeed on each parameter that it partitions.
     status = getattr(parameter, "ds_status", None)
     return status is not None and not getattr(parameter, "ds_persist", False)
+
+
+def may_be_updated_in_backward(parameter: Tensor) -> bool:
+    """Whether some hook may update a parameter as soon as its gradient is there, which no backward
+    node waits for that the gradient does not come from."""
+    return bool(
+        parameter._backward_hooks
+        or post_accumulate_hooks_of(parameter)
+        # Set by torch's `_apply_optimizer_in_backward`, whose hook is on no tensor.
+        or getattr(parameter, "_in_backward_optimizers", None)
+    )
 
 
 def storages_of(modules: Iterable[nn.Module]) -> dict[int, Tensor]:

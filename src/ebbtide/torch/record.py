@@ -93,10 +93,10 @@ class Node:
     """
 
     __slots__ = (
-        "activation", "call", "decision", "group", "index", "is_copy", "is_outside", "is_root",
-        "is_shared", "kept", "kind", "layout", "memo", "name", "num_bytes", "num_left",
-        "num_packs", "num_uses", "op", "outers", "pieces", "place", "role", "slot", "source",
-        "until_check", "version", "watched",
+        "activation", "call", "decision", "group", "index", "is_copy", "is_cut", "is_outside",
+        "is_root", "is_shared", "is_unsteady", "kept", "kind", "layout", "memo", "name",
+        "num_bytes", "num_left", "num_packs", "num_uses", "op", "outers", "pieces", "place",
+        "role", "slot", "source", "until_check", "version", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -151,6 +151,10 @@ class Node:
         """A block wrote to a storage that was made outside of it, and others may write to."""
         self.is_root = False
         """Some call that may be replayed reads it."""
+        self.is_unsteady = False
+        """It is, or is made again from, a parameter that a hook may update in mid-backward."""
+        self.is_cut = False
+        """Of such a parameter: some call may read it that gives it no gradient."""
         self.until_check = False
         """The plan keeps it, but this forward is checked, and backward makes it again."""
         self.pieces: dict[Layout, int] | None = None

@@ -44,6 +44,8 @@ class NodeFacts(NamedTuple):
     """What became of it."""
     is_asked: bool
     """The plan moves it, and what becomes of it depends on the room in the tier."""
+    is_unsteady: bool
+    """As `Node.is_unsteady`."""
 
 
 class Step(NamedTuple):
@@ -184,7 +186,7 @@ def _is_used(index: int, before: Sequence[Node | None], record: Record) -> bool:
 def _facts(node: Node, call: int, is_moved: bool) -> NodeFacts:
     return NodeFacts(
         node.name, node.role, node.kind, node.op, node.group, node.num_bytes, call, node.decision,
-        is_moved and node.role in ACTIVATION_ROLES,
+        is_moved and node.role in ACTIVATION_ROLES, node.is_unsteady,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ A little longer than most modules: calls and saved tensors are told apart by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
@@ -37,7 +37,11 @@ from ebbtide.torch.internals import (
 )
 from ebbtide.torch.nodes import Nodes, Policy
 from ebbtide.torch.ops import OpFacts, facts_of, is_random_call
-from ebbtide.torch.parameters import Parameters, is_gathered_for_its_module
+from ebbtide.torch.parameters import (
+    Parameters,
+    is_gathered_for_its_module,
+    may_be_updated_in_backward,
+)
 from ebbtide.torch.record import Call, Handle, Node, Outer, Record, Ref, Role
 from ebbtide.torch.script import Expected, ExpectedStep, Trace
 from ebbtide.torch.sharded import SavedDTensor, local_of, outer_of
@@ -49,6 +53,7 @@ from ebbtide.workload import OpKind
 _NUM_ATTENTION_VALUES = 2
 
 
+_DETACH = torch.ops.aten.detach.default
 _FROM_PARAMETERS = frozenset({Role.PARAMETER, Role.DERIVED})
 
 
@@ -255,6 +260,8 @@ class Tape(TorchDispatchMode):
         facts = facts_of(func)
         kwargs = kwargs or {}
         if facts.is_view:
+            if func is _DETACH and self.nodes.keep_cut(args[0], is_followed=follower is not None):
+                self._leave_script(follower)
             return func(*args, **kwargs) if kwargs else facts.direct(*args)
         if follower is not None:
             self._leave_script(follower)
@@ -291,8 +298,10 @@ class Tape(TorchDispatchMode):
         self.record.calls[index] = expected.call
         return result
 
-    def _leave_script(self, follower: Follower) -> None:
+    def _leave_script(self, follower: Follower | None) -> None:
         """Record from here on: this forward is another one than the script's."""
+        if follower is None:
+            return
         self._follower = None
         self._num_calls = sum(1 for step in follower.steps[: follower.position] if step.name)
         inputs = [n for n in self.record.nodes if n is not None and n.role is Role.INPUT]
@@ -335,6 +344,8 @@ class Tape(TorchDispatchMode):
             kind, is_replayable = OpKind.OPAQUE, False
         if self._is_passing_call:
             is_replayable = False
+        if self.nodes.has_unsteady:
+            is_replayable = is_replayable and not _is_late(inputs.values(), outputs)
         is_derived = is_replayable
         for node in inputs.values():
             is_derived = is_derived and node.role in _FROM_PARAMETERS
@@ -357,6 +368,8 @@ class Tape(TorchDispatchMode):
                 is_replayable=is_replayable and not is_opaque_seed,
             )
             node.call = call_index
+            if is_replayable and any(n.is_unsteady for n in inputs.values()):
+                self.nodes.note_unsteady(node)
             if self.is_checked:
                 node.layout = Layout.of(output)
                 node.until_check = (
@@ -575,6 +588,11 @@ class Tape(TorchDispatchMode):
             if self._has_moments:
                 self._policy.reach(name)
         node = self.nodes.add(tensor, name, role, OpKind.INPUT, "", name, is_replayable=False)
+        if role is Role.PARAMETER:
+            parameter = self.nodes.parameters.get(storage_key(tensor))
+            if parameter is not None and may_be_updated_in_backward(parameter):
+                self.nodes.note_unsteady(node)
+                node.is_cut = storage_key(tensor) in self.nodes.cut
         if role is Role.PARAMETER and self.nodes.pass_by(tensor):
             self._passing.add(node.index)
             return node
@@ -617,6 +635,21 @@ class Tape(TorchDispatchMode):
 
 never_compile(Tape.__torch_dispatch__)
 never_compile(Tape.pack)
+
+
+def _is_late(inputs: Iterable[Node], outputs: Sequence[Any]) -> bool:
+    """Whether backward may need what a call makes after a hook updated a parameter behind it.
+
+    It may where no gradient goes to the parameter by way of this call.
+    """
+    unsteady = [node for node in inputs if node.is_unsteady]
+    return bool(unsteady) and (
+        not torch.is_grad_enabled()
+        or any(node.is_cut for node in unsteady)
+        or any(
+            isinstance(o, Tensor) and not (o.is_floating_point() or o.is_complex()) for o in outputs
+        )
+    )
 
 
 class _Alias:
