@@ -284,6 +284,24 @@ def test_a_disk_with_too_little_free_space_is_refused(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_free_counts_in_whole_pages_and_without_what_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Found:
+        f_bavail, f_frsize = 13, 1024
+
+    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Found)
+    with DiskStore(in_folder(tmp_path, CAP_BYTES)) as store:
+        store.reserve(4096)
+        with pytest.raises(MemoryTierError) as caught:
+            store.reserve(5 * 4096)
+        store.reserve(4 * 4096)  # the system still says that 13 KiB are free
+    assert (
+        "the plan needs 16.0 KiB (16384 bytes) more, but the disk has only 12.0 KiB (12288 bytes) "
+        "free" in str(caught.value)
+    )
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_fills_up_while_space_is_reserved_is_refused(
     tmp_path: Path, number: int

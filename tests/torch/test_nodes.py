@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +152,28 @@ def test_a_hook_that_comes_after_scripts_were_learned_is_seen(tmp_path: Path) ->
         got = train_attached(tide, model, step, num_steps=NUM_STEPS)
         assert tide.runtime is not None and tide.runtime.num_followed > 0
     assert differences(got, wanted) == []
+
+
+def test_a_graph_holds_no_parameter_that_it_does_not_need(tmp_path: Path) -> None:
+    class Spare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_parameter("spare", nn.Parameter(torch.zeros(WIDTH)))
+
+        def forward(self, x_td: Tensor) -> Tensor:
+            return self.linear(x_td).tanh()
+
+    blocks = [Spare(), Spare()]
+    model = nn.Sequential(*blocks)
+    with attach_here(model, "recompute", tmp_path):
+        first = model(features())
+        spares = [weakref.ref(block.get_parameter("spare")) for block in blocks]
+        for block in blocks:
+            block.register_parameter("spare", None)
+        second = model(features())  # what the runtime itself knew is looked up anew
+        assert [spare() for spare in spares] == [None, None]
+        (first + second).sum().backward()
 
 
 def test_without_such_hooks_what_is_detached_is_made_again(tmp_path: Path) -> None:

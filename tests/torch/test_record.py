@@ -72,6 +72,8 @@ class Recorded:
     """What autograd saved, beside the handles."""
     output: Tensor
     bench: Bench
+    roots: list[tuple[Node, Tensor]]
+    """While it is checked: what recipes start from and is evicted, and the real one."""
 
     def node(self, op: str) -> Node:
         """Return the storage that an operator made."""
@@ -98,7 +100,7 @@ def record_forward(
     bench = bench or Bench()
     if start is None:
         start = torch.linspace(0.1, 1.0, NUM).requires_grad_()
-    record = Record("block", bench.traffic)
+    record = Record("block", bench.traffic, is_checked=is_checked)
     tape = Tape(
         record,
         FixedPolicy(bench, otherwise, by_op),
@@ -128,7 +130,14 @@ def record_forward(
     with tape, torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         output = function(start)
     record.seal()
-    return Recorded(record=record, handles=handles, real=real, output=output, bench=bench)
+    return Recorded(
+        record=record,
+        handles=handles,
+        real=real,
+        output=output,
+        bench=bench,
+        roots=tape.nodes.roots,
+    )
 
 
 def chain(x: Tensor) -> Tensor:
@@ -191,6 +200,30 @@ def test_a_root_that_nobody_saved_is_stored_at_its_first_use() -> None:
     of_exp = made.handles[0]
     assert made.num_replayed(of_exp) == 1
     assert have_equal_bits(made.record.restore(of_exp), made.real[0])
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_root_that_code_wrote_to_unseen_is_kept_as_it_is_now(is_written: bool) -> None:
+    """Its copy was made before, but in later forwards may be made after."""
+
+    def function(x: Tensor) -> Tensor:
+        root = x + 1.0
+        made = root.exp()
+        if is_written:
+            root.detach().numpy()[:] = 3.0
+        return made.cos()
+
+    made = record_forward(function, otherwise=RECOMPUTE, is_checked=True, add=HOST)
+    node = made.node("add")
+    ((of_root, real),) = made.roots
+    assert of_root is node and node.slot is not None
+    wrong = made.record.check_roots(made.roots)
+    assert made.roots == []
+    if not is_written:
+        assert wrong == [] and node.slot is not None
+        return
+    assert wrong == [node] and node.decision is KEEP and node.slot is None
+    assert node.kept is real and set(real.tolist()) == {3.0}
 
 
 def test_a_root_may_be_written_to_once_it_was_taken() -> None:

@@ -338,6 +338,19 @@ def test_what_is_leaving_or_was_used_is_not_fetched_ahead() -> None:
     assert values(bench.traffic.bytes_of(away)) == {1}
 
 
+def test_what_was_leaving_is_fetched_ahead_once_it_has_left() -> None:
+    bench = Bench()
+    slots = [bench.evict(number) for number in range(3)]
+    bench.traffic.settle(slots[0])
+    bench.traffic.settle(slots[2])
+    bench.traffic.bytes_of(slots[2])
+    assert bench.ledger.snapshot().num_fetches == 2  # the one that is leaving was passed over
+    bench.traffic.settle(slots[1])
+    bench.traffic.bytes_of(slots[2])
+    assert bench.ledger.snapshot().num_fetches == 3
+    assert values(bench.traffic.bytes_of(slots[1])) == {1}
+
+
 def test_later_graphs_are_fetched_ahead_after_earlier_ones_are_gone() -> None:
     bench = Bench()
     for first in (0, 10, 20):
@@ -612,6 +625,23 @@ def test_a_write_to_a_watched_part_of_a_leaving_row_raises_and_to_one_that_left_
             assert str(error.value) == MUTATED.format(name=slot.name, saved=0, now=1)
         else:
             assert values(bench.traffic.bytes_of(slot)) == {7}
+
+
+def test_a_write_by_way_of_another_counter_is_seen_while_the_row_is_leaving() -> None:
+    """Such as a DTensor's: its local part counts nothing."""
+    bench = Bench()
+    row, outer = torch.full((ROW,), 7, dtype=torch.uint8), torch.zeros(1)
+    leaving = bench.evict_row(row)
+    bench.traffic.watch_alias(leaving, outer, outer._version)
+    outer.add_(1)
+    with pytest.raises(RuntimeError) as error:
+        bench.traffic.bytes_of(leaving)
+    assert str(error.value) == MUTATED.format(name=leaving.name, saved=0, now=1)
+    gone = bench.evict(8)
+    bench.traffic.settle(gone)
+    bench.traffic.watch_alias(gone, outer, outer._version)
+    outer.add_(1)
+    assert values(bench.traffic.bytes_of(gone)) == {8}
 
 
 def test_a_row_that_is_written_to_next_is_not_found_again() -> None:
