@@ -6,6 +6,10 @@ Two models with the same weights take the same steps, one of them with ebbtide: 
 two forwards before two backwards, evaluation, a graph dropped without backward, and exceptions in
 forward and in backward. Losses and gradients are compared bit for bit in each step. What the
 process and ebbtide hold is noted every few steps, and must not grow after the warm-up.
+
+Of memory on a CPU that is judged by the bytes in use of the C library's heap: its allocator keeps
+what was freed, more or less by the order of shapes, so resident memory rises and falls without
+ebbtide as well. `--control` shows by how much: both models train without it then.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import argparse
 import copy
+import ctypes
 import gc
 import json
 import logging
@@ -28,6 +33,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +42,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from ebbtide.memory.ledger import Ledger
 from ebbtide.torch import Tide, attach
 
 WIDTH, NUM_BLOCKS, NUM_WORDS = 128, 6, 512
@@ -62,6 +69,8 @@ class Held:
 
     step: int
     resident_bytes: int
+    heap_bytes: int
+    """In use of the C library's heap, large pieces too; 0 where the library does not say."""
     num_files: int
     num_threads: int
     num_objects: int
@@ -177,25 +186,51 @@ class Trainee:
         raise AssertionError("the backward did not fail")
 
 
-def note(step: int, tide: Tide, device: str, folder: str) -> Held:
+class MallocInfo(ctypes.Structure):
+    """What glibc's `mallinfo2` returns."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def heap_bytes() -> int:
+    """Return the bytes in use of the C library's heap; 0 where it has no such counts."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return 0
+    ask.restype = MallocInfo
+    found = ask()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
+def note(step: int, tide: Tide | None, device: str, folder: str) -> Held:
     """Return what is held now."""
     gc.collect()
     is_cuda = device == "cuda"
     if is_cuda:
         torch.cuda.synchronize()
-    counts = tide.statistics()
+    tier_bytes = host_taken_bytes = 0
+    if tide is not None:
+        counts, host_taken_bytes = tide.statistics(), tide.host_taken_bytes
+        tier_bytes = counts.host.held_bytes + counts.disk.held_bytes + counts.held_device_bytes
     with open("/proc/self/statm", encoding="ascii") as file:
         resident_bytes = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return Held(
         step=step,
         resident_bytes=resident_bytes,
+        heap_bytes=heap_bytes(),
         num_files=len(os.listdir("/proc/self/fd")),
         num_threads=threading.active_count(),
         num_objects=len(gc.get_objects()),
         device_bytes=torch.cuda.memory_allocated() if is_cuda else 0,
         device_reserved_bytes=torch.cuda.memory_reserved() if is_cuda else 0,
-        host_taken_bytes=tide.host_taken_bytes,
-        tier_bytes=counts.host.held_bytes + counts.disk.held_bytes + counts.held_device_bytes,
+        host_taken_bytes=host_taken_bytes,
+        tier_bytes=tier_bytes,
         disk_file_bytes=measure_files(folder),
     )
 
@@ -217,7 +252,7 @@ def find_growth(notes: list[Held]) -> list[Growth]:
     first, last = notes[quarter : 2 * quarter], notes[-quarter:]
     # Fraction and bytes or number that is no growth: allocators keep pages for a while.
     allowed = {
-        **{"resident_bytes": (0.03, 8 << 20), "device_reserved_bytes": (0.03, 2 << 20)},
+        **{"heap_bytes": (0.01, 2 << 20), "device_reserved_bytes": (0.03, 2 << 20)},
         **{"num_objects": (0.01, 200), "num_files": (0.0, 0), "num_threads": (0.0, 4)},
         **{"device_bytes": (0.0, 0), "host_taken_bytes": (0.0, 0), "tier_bytes": (0.0, 0)},
         # What a longer batch than any before did not fit into is added once.
@@ -233,7 +268,7 @@ def find_growth(notes: list[Held]) -> list[Growth]:
 
 
 def soak(
-    tide: Tide, ours: Trainee, plain: Trainee, options: argparse.Namespace, folder: str
+    tide: Tide | None, ours: Trainee, plain: Trainee, options: argparse.Namespace, folder: str
 ) -> dict[str, Any]:
     """Take the steps; returns what was seen."""
     draw = random.Random(options.seed)
@@ -268,7 +303,7 @@ def soak(
         if step % NOTED_EVERY == NOTED_EVERY - 1:
             notes.append(note(step, tide, options.device, folder))
     growth = find_growth(notes)
-    counts = tide.statistics()
+    counts = Ledger().snapshot() if tide is None else tide.statistics()
     return {
         "num_events": dict(num_events),
         "num_compared": num_compared,
@@ -295,6 +330,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--plan", default="balanced")
     parser.add_argument("--budget", help="instead of --plan")
+    parser.add_argument("--control", action="store_true", help="train both without ebbtide")
     parser.add_argument("--out", type=Path, help="a JSON file for what was seen")
     options = parser.parse_args(arguments)
     if options.steps < 8 * NOTED_EVERY:
@@ -315,7 +351,8 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         asked = {"budget": options.budget} if options.budget else {"plan": options.plan}
         disk = f"{folder}:4GiB" if options.device == "cpu" else None
-        with attach(model, **asked, disk=disk) as tide:
+        attached = nullcontext() if options.control else attach(model, **asked, disk=disk)
+        with attached as tide:
             seen = soak(tide, ours, plain, options, folder)
     facts = {
         "command": " ".join(["PYTHONPATH=src python3 benchmarks/soak.py", *arguments]),
@@ -328,6 +365,8 @@ def main(arguments: list[str]) -> int:
         options.out.write_text(json.dumps({"facts": facts, **seen}, indent=1) + "\n")
     print(f"{options.steps} steps in {seen['seconds']} s: {seen['num_events']}")
     print(f"{seen['num_compared']} values compared, {seen['num_unequal']} differ")
+    resident = [held["resident_bytes"] for held in seen["notes"]]
+    print(f"resident memory {min(resident)} to {max(resident)}, not judged")
     print(f"moved out {seen['moved_out_bytes']}, operators run again {seen['num_recomputed_ops']}")
     for one in seen["growth"]:
         print(f"{one['name']:24} {one['before']:>14} {one['after']:>14} "

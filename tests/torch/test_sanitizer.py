@@ -21,7 +21,7 @@ from ebbtide.torch.devices.fake import Schedule
 from ebbtide.torch.sanitizer import MAX_DELAY_NS, POISON, SanitizedDevice, Sanitizer
 from tests.torch import faults
 from tests.torch.fakes import Bench, FakeTide, offload_everything, planned
-from tests.torch.models import Gated, Stack, Views, features, gpt2, llama
+from tests.torch.models import WIDTH, Gated, Stack, Views, features, gpt2, llama
 from tests.torch.training import (
     attach_here,
     differences,
@@ -157,6 +157,32 @@ def test_on_the_cpu_no_bit_changes_and_the_report_says_what_it_took(
 def device_under(tide: Tide) -> AbstractDevice:
     assert tide.runtime is not None and tide.runtime.traffic is not None
     return tide.runtime.traffic.device
+
+
+@pytest.mark.parametrize("what", ["a parameter", "a large table"])
+def test_a_write_by_way_of_data_before_backward_is_found(what: str, tmp_path: Path) -> None:
+    """No version tells of it, and what is made again from it has other bits."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.table = torch.ones(64 * 1024 // WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (self.linear(x) + self.table[0]).tanh().exp().sigmoid()
+
+    blocks = [Shifted(), Shifted()]
+    model = nn.Sequential(*blocks)
+    with attach_here(model, "recompute", tmp_path, sanitize=True):
+        for index in range(5):
+            loss = model(features()).square().mean()
+            if index < 4:
+                loss.backward()
+        written = blocks[0].linear.bias if what == "a parameter" else blocks[0].table
+        written.data.add_(0.3)
+        with pytest.raises(CorruptionError, match="it was made again"):
+            loss.backward()
 
 
 def test_without_it_the_plain_objects_are_used(tmp_path: Path) -> None:
