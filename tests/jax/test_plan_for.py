@@ -1,5 +1,6 @@
 """From a block and a budget to a policy that jax carries out."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from ebbtide.errors import BudgetError, PlanError
 from ebbtide.jax import Rates, Tide, plan_for, residuals_of
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
+from ebbtide.planner.named import named_plan
+from ebbtide.simulate import simulate
 from tests.jax import blocks
 from tests.jax.blocks import Array
 
@@ -40,8 +43,8 @@ def plan(budget: int | str, **options: Any) -> Tide:
 
 @pytest.fixture(scope="module")
 def small() -> Tide:
-    """A plan for half of what keeping everything takes."""
-    return plan(plan(2**30).plan.peak_bytes // 2)
+    """A plan for a fifth of what keeping everything takes."""
+    return plan(plan(2**30).plan.peak_bytes // 5)
 
 
 def test_where_everything_fits_nothing_is_done() -> None:
@@ -63,6 +66,39 @@ def test_a_smaller_budget_moves_and_recomputes_alike_in_all_layers(small: Tide) 
     sizes = {value.name: value.num_bytes for value in small.observation.values}
     moved = sum(sizes[name] for name in policy.offloaded)
     assert small.plan.host_bytes == LAYERS * moved > 0
+
+
+@pytest.mark.parametrize("share", [2, 3, 4, 5])
+def test_no_plan_is_slower_than_recomputing_everything_where_that_fits(share: int) -> None:
+    tide = plan(plan(2**30).plan.peak_bytes // share)
+    again = simulate(named_plan("recompute", tide.workload), tide.workload, tide.machine)
+    assert again.peak_bytes <= tide.plan.budget_bytes
+    assert tide.plan.predicted_step_ns <= again.step_ns
+    assert simulate(tide.plan, tide.workload, tide.machine).step_ns == tide.plan.predicted_step_ns
+
+
+def test_a_scan_keeps_nothing_that_is_cheaper_to_make_again_as_unrolled_layers_do() -> None:
+    # The sums take 3 passes over memory at most, the stack 10; the rest of the budget is free.
+    budget = plan(2**30).plan.peak_bytes * 9 // 10
+    scanned, unrolled = plan(budget), plan(budget, scan=False)
+    assert scanned.workload.blocks[0].store_ns_per_gib == 10 * 2**30
+    assert unrolled.workload.blocks[0].store_ns_per_gib == 0
+    for name in ("mlp.silu.mul.0", "mlp.mul.3"):
+        assert scanned.plan.decision(f"layers.0.{name}") is Decision.RECOMPUTE, name
+        assert unrolled.plan.decision(f"layers.0.{name}") is not Decision.RECOMPUTE, name
+    # Moving costs 17 passes more: 17 ns a byte, where both copies take 100.
+    assert scanned.machine.slowdown_ppm == 170_000
+    assert unrolled.machine == MACHINE
+
+
+def test_what_costs_more_to_move_than_to_make_again_is_made_again() -> None:
+    """On a link that is endless but for what moving costs compute."""
+    fast = replace(MACHINE, out_bytes_per_s=10**12, in_bytes_per_s=10**12, both_bytes_per_s=10**12)
+    budget = plan(2**30).plan.peak_bytes // 4
+    before, priced = (Rates(flops_per_s=1e10, memory_bytes_per_s=rate) for rate in (1e16, 1e9))
+    free = plan(budget, machine=fast, rates=before)
+    assert free.plan.host_bytes > 0
+    assert plan(budget, machine=fast, rates=priced).plan.host_bytes == 0
 
 
 def test_the_oracle_finds_the_plan_sound(small: Tide) -> None:

@@ -13,8 +13,10 @@ from ebbtide.jax.observe import Observation, Pace, Rates
 NUM_RUNS = 3
 """Timed runs, after one that is not; the fastest counts: what disturbs a run only adds to it."""
 
-COPY_BYTES = 16 * 2**20
-"""Array for the memory's rate: larger than most caches of a device, and quick."""
+COPY_BYTES = {"cpu": 16 * 2**20}
+"""Array for the memory's rate: larger than the caches, and quick."""
+DEVICE_COPY_BYTES = 256 * 2**20
+"""The same for devices other than a CPU: launching a program takes as long as a small array."""
 
 
 def measure(
@@ -59,11 +61,12 @@ def measure_rates(flops: int, dtype: Any) -> Rates:
     side = max(64, round((max(flops, 2) / 2) ** (1 / 3)))
     factor = jnp.ones((side, side), dtype)
     product_ns = time_ns(jax.jit(jnp.matmul), (factor, factor))
-    values = jnp.ones(COPY_BYTES // factor.dtype.itemsize, dtype)
+    num_bytes = COPY_BYTES.get(jax.default_backend(), DEVICE_COPY_BYTES)
+    values = jnp.ones(num_bytes // factor.dtype.itemsize, dtype)
     sum_ns = time_ns(jax.jit(jnp.add), (values, values))
     return Rates(
         flops_per_s=2 * side**3 / (product_ns * 1e-9),
-        memory_bytes_per_s=3 * COPY_BYTES / (sum_ns * 1e-9),
+        memory_bytes_per_s=3 * num_bytes / (sum_ns * 1e-9),
     )
 
 

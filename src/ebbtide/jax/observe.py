@@ -17,6 +17,7 @@ from ebbtide.block import Activation, BackwardEvent, Block, OpKind
 from ebbtide.errors import ModelError
 from ebbtide.jax.graph import COLLECTIVES, NO_VALUE, PRODUCTS, Cost, Graph, Operation, flatten
 from ebbtide.jax.names import VIEWS, Names, with_names
+from ebbtide.jax.stacking import kept_ns_per_gib
 from ebbtide.workload import Outside, Workload
 
 LAYER = "layers"
@@ -134,7 +135,8 @@ class Observation:
         Args:
             layers: Blocks in the stack.
             pace: Their times.
-            is_scanned: One loop runs them all, so nothing leaves within a block.
+            is_scanned: One loop runs them all, so nothing leaves within a block, and what is
+                stored goes through the loop's stack.
 
         Raises:
             ValueError: `layers` is less than 1.
@@ -146,8 +148,9 @@ class Observation:
         backward = _shares(pace.rates, pace.backward_ns, self.backward_cost, backward_parts)
         groups = list(dict.fromkeys(value.group for value in self.values))
         make_ns = {group: forward[i] for i, group in enumerate(groups)}
+        stack_ns = kept_ns_per_gib(pace.rates.memory_bytes_per_s) if is_scanned else 0
         blocks = tuple(
-            self._block(f"{LAYER}.{i}", make_ns, forward[-1], backward, is_scanned)
+            self._block(f"{LAYER}.{i}", make_ns, forward[-1], backward, is_scanned, stack_ns)
             for i in range(layers)
         )
         outside = Outside(resident_bytes=0, turn_bytes=0, turn_ns=0, ends_bytes=0, ends_ns=0)
@@ -164,6 +167,7 @@ class Observation:
         rest_ns: int,
         backward_ns: list[int],
         is_scanned: bool,
+        stack_ns: int,
     ) -> Block:
         first = {}
         for value in self.values:
@@ -195,6 +199,7 @@ class Observation:
             ),
             rest_ns=rest_ns,
             is_fused=is_scanned,
+            store_ns_per_gib=stack_ns,
         )
 
 

@@ -20,6 +20,7 @@ from ebbtide.errors import BudgetError, ModelError
 from ebbtide.jax.clock import measure
 from ebbtide.jax.internals import refuse_ignored_names
 from ebbtide.jax.observe import Pace, Rates, observe
+from ebbtide.jax.stacking import charge_moves
 from ebbtide.jax.tide import SCAN_PLANNER, Tide, check_tide, plan_workload, resolve_machine
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision
@@ -165,6 +166,8 @@ def plan_step(
         else Pace(rates=rates, forward_ns=0, backward_ns=0)
     )
     workload = observation.to_workload(layers, pace, is_scanned=scan)
+    if scan:
+        link = charge_moves(link, pace.rates.memory_bytes_per_s)
 
     def compile_with(checkpointed: Callable[..., Any]) -> Any:
         program = jax.jit(

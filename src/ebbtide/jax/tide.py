@@ -16,6 +16,7 @@ from ebbtide.jax.names import with_names
 from ebbtide.jax.observe import LAYER, Observation, Pace, Rates, observe
 from ebbtide.jax.policy import NamedPolicy, check_policy, policy_of
 from ebbtide.jax.probe import probe_machine
+from ebbtide.jax.stacking import charge_moves
 from ebbtide.jax.verify import MIN_LAYERS, Verification, scan_body, verify
 from ebbtide.machine import Machine
 from ebbtide.plan import Decision, Plan
@@ -241,6 +242,8 @@ def plan_for(
         else Pace(rates=rates, forward_ns=0, backward_ns=0)
     )
     workload = observation.to_workload(layers, pace, is_scanned=scan)
+    if scan:
+        link = charge_moves(link, pace.rates.memory_bytes_per_s)
     tide = plan_workload(
         workload,
         observation,

@@ -1,7 +1,8 @@
 """Uniform: all equal blocks get one decision, as a scanned stack of layers needs.
 
 All states of a class are tried, for all classes together where that is few, and else one class
-after another from the best pure strategy on. Known weakness: the last blocks cannot be kept, and
+after another from the best pure strategy on. Recomputing everything is always looked at exactly:
+no plan is slower than that where it fits. Known weakness: the last blocks cannot be kept, and
 what fits only in parts does not fit: a free plan is faster, and may exist where this does not.
 """
 
@@ -10,7 +11,8 @@ from itertools import product
 import numpy as np
 
 from ebbtide.machine import Machine
-from ebbtide.planner.candidate import Found, best_layout
+from ebbtide.planner.baselines import Baseline, plan_baseline
+from ebbtide.planner.candidate import Found, best_layout, order
 from ebbtide.planner.caps import Caps
 from ebbtide.planner.space import Floats, Ints, Space
 
@@ -22,6 +24,11 @@ NUM_LAID_OUT = 4
 
 def plan_uniformly(space: Space, machine: Machine, caps: Caps) -> Found | None:
     """Return the best candidate that treats equal blocks alike, or None."""
+    tried = (_plan(space, machine, caps), plan_baseline(space, Baseline.RECOMPUTE, machine, caps))
+    return min((found for found in tried if found is not None), key=order, default=None)
+
+
+def _plan(space: Space, machine: Machine, caps: Caps) -> Found | None:
     class_of = np.array(space.chain.class_of)
     states = [[s for row in options for s in row] for options in space.rows]
 
