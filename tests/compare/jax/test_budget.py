@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.compare.jax.budget import check_jax_budget, is_relative, resolve_budget
+from ebbtide.compare.jax.budget import check_jax_budget, describe_loss, is_relative, resolve_budget
 from ebbtide.compare.results import Row, Status
 from ebbtide.errors import BudgetError
 
@@ -45,3 +45,22 @@ def test_the_row_has_to_be_there() -> None:
 def test_the_row_has_to_have_finished() -> None:
     with pytest.raises(BudgetError, match="full-remat, which did not finish; give a size"):
         resolve_budget("full-remat", Row(strategy="full-remat", status=Status.OOM))
+
+
+def a_row(*step_ms: int) -> Row:
+    return Row(strategy="r", status=Status.OK, step_ns=tuple(ms * 1_000_000 for ms in step_ms))
+
+
+def test_a_plan_that_is_slower_than_full_rematerialisation_says_so() -> None:
+    assert describe_loss(a_row(500, 495, 480), a_row(490, 480, 470)) == (
+        "the plan loses: 495.0 ms a step against 480.0 ms of full-remat; use full-remat at this "
+        "shape, or give the plan a larger budget"
+    )
+
+
+@pytest.mark.parametrize("full_remat", [a_row(495), a_row(496), a_row(), None])
+def test_a_plan_that_is_as_fast_or_has_nothing_beside_it_says_nothing(
+    full_remat: Row | None,
+) -> None:
+    assert describe_loss(a_row(495), full_remat) == ""
+    assert describe_loss(a_row(), full_remat) == ""

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from ebbtide.compare.jax.names import FULL_REMAT
 from ebbtide.compare.request import check_budget
-from ebbtide.compare.results import Row, Status
+from ebbtide.compare.results import Row, Status, take_median
 from ebbtide.errors import BudgetError
 
 _RELATIVE = re.compile(rf"{FULL_REMAT}(?:(?P<change>[+-][0-9]{{1,3}}(?:\.[0-9]{{1,3}})?)%)?")
@@ -38,6 +38,21 @@ def check_jax_budget(budget: str, strategies: tuple[str, ...]) -> None:
             f"--budget {budget} is told by the row {FULL_REMAT}, which --strategies does not name; "
             "add it, or give a size such as 40GiB"
         )
+
+
+def describe_loss(row: Row, full_remat: Row | None) -> str:
+    """Say that a plan's step is slower than full rematerialisation's; empty if it is not.
+
+    Only where both were timed: a plan's times are predicted, and may be wrong.
+    """
+    ours = take_median(row.step_ns)
+    theirs = None if full_remat is None else take_median(full_remat.step_ns)
+    if ours is None or theirs is None or ours <= theirs:
+        return ""
+    return (
+        f"the plan loses: {ours / 1e6:.1f} ms a step against {theirs / 1e6:.1f} ms of "
+        f"{FULL_REMAT}; use {FULL_REMAT} at this shape, or give the plan a larger budget"
+    )
 
 
 def resolve_budget(budget: str, full_remat: Row) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ebbtide.compare.jax.budget import is_relative, resolve_budget
+from ebbtide.compare.jax.budget import describe_loss, is_relative, resolve_budget
 from ebbtide.compare.jax.flags import choose_environment, describe_left_out
 from ebbtide.compare.jax.names import FULL_REMAT, REFERENCES, flag_set_of, is_ours, order_runs
 from ebbtide.compare.jax.prepare import JaxSetup
@@ -53,7 +53,11 @@ def run_jax_comparison(
             observer.finish_strategy(rows[strategy], last_words="")
         else:
             compared_with = strategy if can_be else reference
-            rows[strategy] = _run_row(setup, strategy, compared_with, budget, observer)
+            row = _run_row(setup, strategy, compared_with, budget, observer)
+            # On a CPU nothing moves, and times say nothing.
+            may_lose = is_ours(strategy) and setup.device.is_gpu
+            lost = describe_loss(row, rows.get(FULL_REMAT)) if may_lose else ""
+            rows[strategy] = replace(row, note="; ".join(filter(None, (row.note, lost))))
         if can_be and rows[strategy].status is Status.OK:
             reference = strategy
         keep(collect())
