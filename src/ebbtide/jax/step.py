@@ -20,6 +20,7 @@ from ebbtide.errors import BudgetError, ModelError
 from ebbtide.jax.clock import measure
 from ebbtide.jax.internals import refuse_ignored_names
 from ebbtide.jax.observe import Pace, Rates, observe
+from ebbtide.jax.processes import take_first, take_first_machine, take_first_pace
 from ebbtide.jax.stacking import charge_moves
 from ebbtide.jax.tide import SCAN_PLANNER, Tide, check_tide, plan_workload, resolve_machine
 from ebbtide.machine import Machine
@@ -156,7 +157,7 @@ def plan_step(
     """
     check_versions("jax", jax.__version__)
     refuse_ignored_names()
-    link = resolve_machine(machine)
+    link = take_first_machine(resolve_machine(machine))
     budget_bytes = parse_budget(budget, link.device_bytes)
     arguments = _arguments_of_block(step, args, block)
     observation = observe(block, *arguments)
@@ -165,6 +166,7 @@ def plan_step(
         if rates is None
         else Pace(rates=rates, forward_ns=0, backward_ns=0)
     )
+    pace = take_first_pace(pace)
     workload = observation.to_workload(layers, pace, is_scanned=scan)
     if scan:
         link = charge_moves(link, pace.rates.memory_bytes_per_s)
@@ -194,7 +196,7 @@ def plan_step(
         frugal_compiled, frugal_ns = before.compiled, before.compile_ns
         recomputed = before.planned
     host_before = 0 if before is None else before.host_bytes
-    workload = calibrate(workload, recomputed.device_bytes, link)
+    workload = calibrate(workload, take_first(recomputed.device_bytes), link)
     less_bytes, over = 0, 0
     for _ in range(NUM_TRIES):
         tide = plan_workload(
@@ -220,7 +222,7 @@ def plan_step(
                 device_bytes=planned.device_bytes - host_bytes,
                 temp_bytes=planned.temp_bytes - host_bytes,
             )
-        over = planned.device_bytes - budget_bytes
+        over = take_first(planned.device_bytes) - budget_bytes
         if over <= 0:
             return StepPlan(
                 tide=tide,

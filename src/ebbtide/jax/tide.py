@@ -16,6 +16,7 @@ from ebbtide.jax.names import with_names
 from ebbtide.jax.observe import LAYER, Observation, Pace, Rates, observe
 from ebbtide.jax.policy import NamedPolicy, check_policy, policy_of
 from ebbtide.jax.probe import probe_machine
+from ebbtide.jax.processes import take_first_machine, take_first_pace
 from ebbtide.jax.stacking import charge_moves
 from ebbtide.jax.verify import MIN_LAYERS, Verification, scan_body, verify
 from ebbtide.machine import Machine
@@ -234,13 +235,14 @@ def plan_for(
     """
     check_versions("jax", jax.__version__)
     refuse_ignored_names()
-    link = resolve_machine(machine)
+    link = take_first_machine(resolve_machine(machine))
     observation = observe(block, params, x, *rest)
     pace = (
         measure(observation, block, params, x, *rest)
         if rates is None
         else Pace(rates=rates, forward_ns=0, backward_ns=0)
     )
+    pace = take_first_pace(pace)
     workload = observation.to_workload(layers, pace, is_scanned=scan)
     if scan:
         link = charge_moves(link, pace.rates.memory_bytes_per_s)
