@@ -11,7 +11,6 @@ from ebbtide.compare.jax.layers import AttentionKind
 from ebbtide.compare.jax.model import SPREAD, LanguageModel, Params, count_params, shapes_of_one
 from ebbtide.compare.jax.shapes import choose_shape, count_parameters
 
-
 pytestmark = pytest.mark.slow
 
 

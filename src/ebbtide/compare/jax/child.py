@@ -244,8 +244,8 @@ def write_reference(
         return "the same step taken again has the same gradients, bit for bit"
     return (
         f"the same step taken again has gradients that differ by {again.largest_difference:.1e}, "
-        f"{again.relative_difference:.1e} of the largest, most in {again.worst}: differences of that "
-        "size are noise"
+        f"{again.relative_difference:.1e} of the largest, most in {again.worst}: differences of "
+        "that size are noise"
     )
 
 
