@@ -29,8 +29,11 @@ from ebbtide.jax.clock import time_ns
 
 H200 = Rates(flops_per_s=6e14, memory_bytes_per_s=4.1e12)
 NUM_RUNS = 3
-PLANNED = (("llama-8b-shape", 8, 16384), ("llama-8b-shape", 32, 16384))
-PLANNED += (("deepseek-moe-shape", 8, 8192),)
+PLANNED = (
+    ("llama-8b-shape", 8, 16384),
+    ("llama-8b-shape", 32, 16384),
+    ("deepseek-moe-shape", 8, 8192),
+)
 VERIFIED = (("llama-tiny-shape", 8, 512), ("llama-tiny-shape", 32, 512))
 
 COMPILING = (
@@ -86,9 +89,12 @@ def time_verifying(name: str, layers: int, tokens: int) -> dict[str, Any]:
 
     step_s = time_ns(jax.jit(jax.grad(find_loss)), (params[stack.name], x)) / 1e9
     spent: list[float] = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, seconds, **_: spent.append(seconds) if event in COMPILING else None
-    )
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event in COMPILING:
+            spent.append(duration_secs)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     found: list[Any] = []
     total_s = time_s(lambda: found.append(tide.verify(stack.block, one, x)))
     jax.monitoring.clear_event_listeners()
