@@ -116,3 +116,21 @@ def test_examples_for_two_ranks_have_the_losses_of_plain_training(name: str) -> 
     else:
         assert re.search(MOVED, printed)
     assert "ebbtide keeps everything: no hook is installed" in plain
+
+
+@pytest.mark.slow
+def test_the_example_for_deepspeed_has_the_losses_of_plain_training() -> None:
+    pytest.importorskip("deepspeed")
+    printed = run_example("train_deepspeed.py", *IN_TWO_RANKS, DS_ACCELERATOR="cpu")
+    plain = run_example(
+        "train_deepspeed.py", *IN_TWO_RANKS, DS_ACCELERATOR="cpu", EBBTIDE_DISABLE="1"
+    )
+    assert len(losses(printed)) == 6
+    assert losses(printed) == losses(plain)
+    assert re.search(MOVED, printed)
+    assert "ebbtide keeps everything: no hook is installed" in plain
+
+
+def test_every_example_is_run_by_a_test() -> None:
+    examples = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert examples - set(re.findall(r"train_\w+\.py", Path(__file__).read_text())) == set()
