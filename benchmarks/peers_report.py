@@ -13,7 +13,8 @@ HEADS = (
 INTRODUCTION = (
     "Every strategy and every peer side by side, made by `make gpu-bench` "
     "(`benchmarks/peers.py`): one process a row, the same seed, weights and text in all rows "
-    "of a workload. A step is forward, loss and backward under torch's default kernels; its time "
+    "of a workload. A step is forward, loss and backward under torch's default kernels, but that "
+    "cuDNN's attention is off, whose backward adds up in varying order; its time "
     "is the median of the timed ones, with their range. `x keep` "
     "is against the row `keep` of the same call. `moved` is out and in together, in one step. "
     "`gradients`: bit for bit those of `keep` in the training step after the timed passes, under "

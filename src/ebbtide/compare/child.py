@@ -175,14 +175,17 @@ def _train(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedPasses:
-    """Forward and backward passes under torch's default kernels."""
+    """Forward and backward passes under torch's default kernels, but for cuDNN's attention."""
 
     times: tuple[StepTimes, ...]
     peak: Peak
 
 
 def time_passes(bench: Bench, ids_BT: torch.Tensor) -> TimedPasses:
-    """Time passes on one batch with torch's default kernels; the weights stay as they are."""
+    """Time passes on one batch with torch's default kernels; the weights stay as they are.
+
+    But for cuDNN's attention, which stays off: a plan is then for what the training steps run.
+    """
     is_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     times: list[StepTimes] = []

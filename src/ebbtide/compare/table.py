@@ -154,8 +154,8 @@ def list_meanings(comparison: Comparison) -> tuple[str, ...]:
         passes = "1 pass" if facts.passes == 1 else f"median of {facts.passes} passes"
         timed = (
             f"step, forward and memory: {passes} of forward and backward before training, with "
-            f"torch's default kernels and no optimizer step. All else: {trained}; the optimizer "
-            f"is {facts.optimizer}."
+            f"torch's default kernels (cuDNN's attention is off) and no optimizer step. All else: "
+            f"{trained}; the optimizer is {facts.optimizer}."
         )
     meanings = [
         timed,
