@@ -281,3 +281,17 @@ def test_copies_of_any_sizes_and_in_any_order_all_end(folder: Path, num_rows: in
         for place, copy in zip(places, last, strict=True):
             copy.is_stored.result(WAIT_S)
             bench.store.give_back(place)
+
+
+def test_at_the_end_of_the_interpreter_nobody_waits_for_room_for_ever(folder: Path) -> None:
+    """Executors refuse what is submitted then, and join what waits: more copies than rows do."""
+    bench = Bench(folder, num_rows=2)
+    bench.calls.may_write.clear()
+    out = [bench.evict(content(index), bench.place()) for index in range(6)]
+    back, _ = bench.fetch(bench.place())
+    bench.lane._threads.shutdown(wait=False)  # pyright: ignore[reportPrivateUsage]
+    bench.calls.may_write.set()
+    errors = [copy.is_stored.exception(WAIT_S) for copy in (*out, back)]
+    assert errors[:2] == [None, None]
+    assert [type(error) for error in errors[2:]] == [RuntimeError] * 5
+    assert isinstance(back.device_copy.exception(WAIT_S), RuntimeError)

@@ -113,9 +113,11 @@ class DiskLane:
     def _begin_with_room(self, place: Region, begin: Callable[[Row], None]) -> None:
         row = self._rows.take(place)
         assert row is not None, "bug in ebbtide"
-        begin(row)
-        with self._lock:
-            self._num_waiting -= 1
+        try:
+            begin(row)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
 
     def _begin(
         self,
@@ -127,16 +129,16 @@ class DiskLane:
         is_out: bool,
         row: Row,
     ) -> None:
-        if not is_out:
-            self._threads.submit(self._load, copy, place, lane, ready, earlier, row)
-            return
         try:
-            event = copy.queue(partial(self._copy_out, row, lane, ready))
+            if is_out:
+                event = copy.queue(partial(self._copy_out, row, lane, ready))
+                self._threads.submit(self._store_row, copy, place, event, earlier, row)
+            else:
+                self._threads.submit(self._load, copy, place, lane, ready, earlier, row)
         except BaseException as error:
+            # Threads take nothing more where the interpreter ends: whoever waits for room goes on.
             self._rows.leave(row, is_wanted=False)
             copy.fail(error)
-        else:
-            self._threads.submit(self._store_row, copy, place, event, earlier, row)
 
     def _store_row(
         self, copy: DiskCopy, place: Region, event: Event, earlier: list[DiskCopy], row: Row
