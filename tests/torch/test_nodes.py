@@ -108,6 +108,18 @@ def detached_weight_later(block: Gated, x_td: Tensor) -> Tensor:
     return block.last(x_td.tanh() * gate_td) + 0.1 * block.gate(x_td)
 
 
+def without_gradients_later(block: Gated, x_td: Tensor) -> Tensor:
+    """The same call as before, and from some step on no gradient goes that way."""
+    with torch.set_grad_enabled(block.step < LATE):
+        gate_td = functional.linear(x_td.detach(), block.gate.weight).sigmoid()
+    return block.last(x_td.tanh() * gate_td) + 0.1 * block.gate(x_td)
+
+
+def weight_data(block: Gated, x_td: Tensor) -> Tensor:
+    gate_td = functional.linear(x_td.detach(), block.gate.weight.data).sigmoid()
+    return block.last(x_td.tanh() * gate_td) + 0.1 * block.gate(x_td)
+
+
 def step_of(model: nn.Module, index: int) -> Tensor:
     for block in model.get_submodule("blocks").children():
         assert isinstance(block, Gated)
@@ -119,6 +131,7 @@ def step_of(model: nn.Module, index: int) -> Tensor:
 
 BODIES = [
     without_gradients, detached, detached_later, compared, detached_weight, detached_weight_later,
+    without_gradients_later, weight_data,
 ]  # fmt: skip
 
 
@@ -135,7 +148,7 @@ def test_a_parameter_that_backward_updates_is_not_read_behind_that(
         got = train_attached(tide, model, step_of, num_steps=NUM_STEPS)
         assert tide.statistics().num_recomputed_ops > 0  # the rest of it still is
         assert tide.runtime is not None
-        assert (tide.runtime.num_followed > 0) == (body is not detached_weight)
+        assert (tide.runtime.num_followed > 0) == (body not in (detached_weight, weight_data))
     assert differences(got, wanted) == []
 
 

@@ -90,6 +90,8 @@ class Follower:
             # No parameter either: it would be an argument, and have a node.
             if key in by_storage or storage.nbytes() != facts.num_bytes:
                 return False
+            if facts.is_unsteady and not torch.is_grad_enabled():
+                return False  # no gradient goes that way now, so backward may come too late to it
             self._new(storage, key, facts, index, output)
         return True
 
