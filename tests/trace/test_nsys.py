@@ -14,6 +14,8 @@ from ebbtide.trace.overlap import analyse
 from ebbtide.trace.read import read_trace
 from tests.trace.test_kineto import spans_of, times_of
 
+FILE = Path(__file__).parents[1] / "data" / "nsys-synthetic.sqlite"
+
 PID = 4242 << 24
 TID = PID + 7
 
@@ -99,8 +101,12 @@ def a_step() -> dict[str, Rows]:
     }
 
 
-def test_a_step_becomes_lanes_with_the_figures_worked_out_by_hand(tmp_path: Path) -> None:
-    trace = read(tmp_path, **a_step())
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_step_becomes_lanes_with_the_figures_worked_out_by_hand(
+    is_kept: bool, tmp_path: Path
+) -> None:
+    """Of a file made now, and of the one that is kept."""
+    trace = read_trace(FILE) if is_kept else read(tmp_path, **a_step())
     assert trace.kind == "Nsight Systems"
     assert trace.notes == ("1 NVTX ranges start and never end; they were left out",)
     (device,) = trace.devices
