@@ -212,3 +212,14 @@ def test_a_program_that_is_broken_leaves_the_names_of_xla_and_a_note(tmp_path: P
     (note,) = read_trace(path).notes
     assert note.startswith("the program 41 is not whole")
     assert note.endswith("its copies have XLA's names")
+
+
+def test_programs_whose_table_is_broken_are_told_of(tmp_path: Path) -> None:
+    whole = Programs({41: b""}).to_bytes()
+    # A statistic of the entry that ends after its message.
+    entry = bytes_field(2, bytes_field(5, b"\x0a\x7fshort"))
+    broken = bytes_field(1, whole + bytes_field(4, entry))
+    path = write(tmp_path / "a.xplane.pb", space(copied_by(41, "copy-start")) + broken)
+    assert moved_names(path) == ["copy-start"]
+    (note,) = read_trace(path).notes
+    assert note.startswith("the profile's programs are not whole")

@@ -8,7 +8,6 @@ the reason `unknown` where no copy ran.
 
 import mmap
 import re
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeGuard
@@ -107,16 +106,23 @@ class _Programs:
         self._read: dict[int, HloProgram | None] = {}
 
     def add_plane(self, view: Message) -> None:
-        """Note the programs of a plane, if it is the one that has them; what is broken is not."""
-        with suppress(WireError):
+        """Note the programs of a plane, if it is the one that has them, up to where it breaks."""
+        try:
             fields = list(read_fields(view))
-            if any(number == 2 and text(v) == _PROGRAMS_PLANE for number, _, v in fields):
-                stats = dict(
-                    _read_metadata(v)[:2] for n, _, v in fields if n == 5 and _is_message(v)
-                )
-                for number, _, value in fields:
-                    if number == 4 and _is_message(value):
-                        self._add(value, stats)
+        except WireError:
+            return  # whoever reads the rest of the plane says so
+        if not any(number == 2 and text(v) == _PROGRAMS_PLANE for number, _, v in fields):
+            return
+        try:
+            stats = dict(_read_metadata(v)[:2] for n, _, v in fields if n == 5 and _is_message(v))
+            for number, _, value in fields:
+                if number == 4 and _is_message(value):
+                    self._add(value, stats)
+        except WireError as error:
+            self._builder.note(
+                f"the profile's programs are not whole ({error}); copies of those that are "
+                "missing have XLA's names"
+            )
 
     def _add(self, entry: Message, stats: dict[int, str]) -> None:
         number, proto = None, None
